@@ -1,0 +1,73 @@
+"""Fit, package and export linear maps from one model's KV cache into another's.
+
+The names below are loaded on first use, so that `import kvhub` needs neither torch nor
+transformers. Modules are nouns and functions verbs (`kvhub.calibration.calibrate`), because a
+module named like a function would hide it here.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvhub.calibration import calibrate
+    from kvhub.compatibility import Decision, check_pair, compare_pair
+    from kvhub.evaluation import evaluate
+    from kvhub.generation import handoff
+    from kvhub.mapper import KVMapper, MapperConfig
+    from kvhub.report import Report
+    from kvhub.ridge import fit
+    from kvhub.selection import Selection, select_layers
+    from kvhub.spec import ModelSpec, RopeSpec
+    from kvhub.moments import Statistics
+
+__version__ = version("kvhub")
+
+_HOME_OF = {
+    "Decision": "compatibility",
+    "KVMapper": "mapper",
+    "MapperConfig": "mapper",
+    "ModelSpec": "spec",
+    "Report": "report",
+    "RopeSpec": "spec",
+    "Selection": "selection",
+    "Statistics": "moments",
+    "calibrate": "calibration",
+    "check_pair": "compatibility",
+    "compare_pair": "compatibility",
+    "evaluate": "evaluation",
+    "fit": "ridge",
+    "handoff": "generation",
+    "select_layers": "selection",
+}
+
+__all__ = [
+    "Decision",
+    "KVMapper",
+    "MapperConfig",
+    "ModelSpec",
+    "Report",
+    "RopeSpec",
+    "Selection",
+    "Statistics",
+    "__version__",
+    "calibrate",
+    "check_pair",
+    "compare_pair",
+    "evaluate",
+    "fit",
+    "handoff",
+    "select_layers",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'kvhub' has no attribute {name!r}")
+    value = getattr(import_module(f"kvhub.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,82 @@
+"""Writing directories and files so that a reader sees the old one or the new one, never a mix.
+
+A directory is built beside its place and renamed into it. Replacing one takes two renames, since
+POSIX has no portable exchange; `recover` undoes a replacement that was killed between them.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvhub.errors import ConflictError
+
+__all__ = ["new_directory", "recover", "write_text"]
+
+BUILDING = ".building-"
+REPLACED = ".replaced-"
+
+
+@contextmanager
+def new_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield an empty directory that becomes `path` when the block ends without an error.
+
+    Raises
+    ------
+    ConflictError
+        `path` is there already, before or by the end of the block, and `overwrite` is not set.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    recover(path)
+    _require_free(path, overwrite)
+    building = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}{BUILDING}"))
+    try:
+        yield building
+        _require_free(path, overwrite)
+        building.chmod(0o755)
+        _sync(building)
+        replaced = path.with_name(f".{path.name}{REPLACED}{os.getpid()}")
+        if path.exists():
+            path.rename(replaced)
+        building.rename(path)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def recover(path: Path) -> None:
+    """Put back a directory whose replacement was killed half way, and drop what it left over."""
+    for old in sorted(path.parent.glob(f".{path.name}{REPLACED}*")):
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole text file, or leave the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _require_free(path: Path, overwrite: bool) -> None:
+    if path.exists() and not overwrite:
+        raise ConflictError(
+            f"{path} exists already.", "Choose another name, or pass --overwrite to replace it."
+        )
+
+
+def _sync(directory: Path) -> None:
+    """Flush every file to the disk, so that the rename does not come before the content."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())

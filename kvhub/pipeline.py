@@ -1,0 +1,246 @@
+"""From names to objects: what the commands do, without anything about how it looks."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from kvhub.compatibility import Heads, require_pair, require_same
+from kvhub.errors import ConflictError
+from kvhub.recipe import locate_model
+from kvhub.spec import ModelSpec
+from kvhub.store import find_mapper, mapper_path, work_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvhub.mapper import KVMapper
+    from kvhub.moments import Statistics
+    from kvhub.report import Report
+    from kvhub.ridge import LambdaScale
+
+__all__ = ["FitPlan", "LoadedPair", "evaluate_mapper", "fit_mapper", "load_pair", "read_spec"]
+
+Track = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
+ROWS_PER_BATCH = 1024  # tokens per batch: enough that adding to a Gram costs little beside it
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """Everything that decides what `kvhub fit` makes; see the command's options."""
+
+    name: str
+    source: str
+    target: str
+    top_k: int = 8
+    heads: Heads = "all"
+    ridge_lambda: float = 1e-3
+    lambda_scale: "LambdaScale" = "relative"
+    weighting: Literal["uniform", "attention"] = "uniform"
+    selection: Literal["probe", "greedy"] = "probe"
+    data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
+    sequences: int = 500
+    length: int = 1024
+    stride: int = 1
+    dtype: str = "auto"
+    device: str | None = None
+    statistics: Path | None = None
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class LoadedPair:
+    """Both models of a pair with their tokenizer."""
+
+    source: "PreTrainedModel"
+    target: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
+
+
+def read_spec(model: str) -> ModelSpec:
+    """The spec of a model, under the name that the user gave."""
+    return replace(ModelSpec.from_pretrained(locate_model(model)), model_id=model)
+
+
+def load_pair(source: str, target: str, dtype: str, device: str | None) -> LoadedPair:
+    """Load both models and the target's tokenizer."""
+    from kvhub.models import load_model, load_tokenizer
+
+    return LoadedPair(
+        load_model(locate_model(source), dtype=dtype, device=device),
+        load_model(locate_model(target), dtype=dtype, device=device),
+        load_tokenizer(locate_model(target)),
+    )
+
+
+def fit_mapper(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "KVMapper | None":
+    """Calibrate, select, fit and save; None on the ranks of `torchrun` that only calibrate.
+
+    Raises
+    ------
+    ConflictError
+        The mapper exists and `overwrite` is not set.
+    IncompatiblePairError
+        The pair, or the statistics file, does not fit.
+    UsageError
+        Too few tokens for the features.
+    """
+    path = mapper_path(plan.name)
+    if path.exists() and not plan.overwrite:
+        raise ConflictError(
+            f"There is a mapper {plan.name!r} already: {path}.",
+            "Choose another --name, or pass --overwrite to replace it.",
+        )
+    statistics = _statistics(plan, track, say)
+    if statistics is None:
+        return None
+    from kvhub.models import torch_dtype
+    from kvhub.package import save
+    from kvhub.ridge import fit
+    from kvhub.selection import select_layers
+
+    if plan.heads == "matched":
+        statistics = statistics.matched()
+    with track("Select source layers") as progress:
+        selection = select_layers(
+            statistics, plan.top_k, method=plan.selection, progress=progress
+        )
+    with track("Fit") as progress:
+        mapper = fit(
+            statistics,
+            selection,
+            heads=plan.heads,
+            ridge_lambda=plan.ridge_lambda,
+            lambda_scale=plan.lambda_scale,
+            dtype=torch_dtype(plan.dtype, plan.device or "cpu"),
+            progress=progress,
+        )
+    if not mapper.config.quality["comfortable_rows"]:
+        say(
+            f"Warning: {mapper.config.ridge['effective_tokens']:.0f} tokens for "
+            f"{mapper.config.ridge['features']} features; ten times as many would be safe."
+        )
+    save(mapper, path, overwrite=plan.overwrite)
+    for left in work_path(plan.name).parent.glob(f"{plan.name}.calibration*"):
+        left.unlink()
+    return mapper
+
+
+def _statistics(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "Statistics | None":
+    """Read the statistics file if there is one, else calibrate, and write it if one was named."""
+    from kvhub.moments import Statistics
+    from kvhub.ridge import require_rows
+
+    source, target = read_spec(plan.source), read_spec(plan.target)
+    require_pair(source, target, plan.heads)
+    if plan.statistics is not None and plan.statistics.exists():
+        statistics = Statistics.load(plan.statistics)
+        require_same(statistics.source, source, "source")
+        require_same(statistics.target, target, "target")
+        say(f"Using the statistics in {plan.statistics}; no model is loaded.")
+        return statistics
+    from kvhub.calibration import calibrate
+    from kvhub.data import describe, token_batches
+
+    features = plan.top_k * source.kv_dim // (1 if plan.heads == "all" else target.kv_heads)
+    require_rows(0.9 * plan.sequences * plan.length / plan.stride, features, plan.top_k)
+    rank, world_size = _join_ranks()
+    pair = load_pair(plan.source, plan.target, plan.dtype, plan.device)
+    batches = token_batches(
+        pair.tokenizer,
+        plan.data,
+        sequences=plan.sequences,
+        length=plan.length,
+        batch_size=max(1, ROWS_PER_BATCH // plan.length),
+        rank=rank,
+        world_size=world_size,
+    )
+    with track("Calibrate") as progress:
+        statistics = calibrate(
+            pair.source,
+            pair.target,
+            batches,
+            source_spec=source,
+            target_spec=target,
+            heads=plan.heads,
+            weighting=plan.weighting,
+            stride=plan.stride,
+            provenance={**describe(plan.data), "length": plan.length},
+            checkpoint=work_path(plan.name).with_name(f"{plan.name}.calibration"),
+            progress=progress,
+        )
+    if rank > 0:
+        return None
+    if plan.statistics is not None:
+        statistics.save(plan.statistics)
+    return statistics
+
+
+def _join_ranks() -> tuple[int, int]:
+    """Join the process group of `torchrun`, if it started this process."""
+    if "WORLD_SIZE" not in os.environ:
+        return 0, 1
+    import torch
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def evaluate_mapper(
+    name: str,
+    track: Track,
+    *,
+    data: str | None,
+    sequences: int,
+    length: int | None,
+    exact_prefix: int,
+    dtype: str,
+    device: str | None,
+    source: str | None = None,
+    target: str | None = None,
+) -> "tuple[Report, KVMapper]":
+    """Evaluate a mapper and put report and plots into its package.
+
+    Without `data` the text is what calibration used, from the sequence on where it stopped. Only
+    a mapper in the local store or a directory can take the report; its tensors do not change.
+    """
+    from kvhub.data import describe, evaluation_stream, token_batches
+    from kvhub.evaluation import evaluate
+    from kvhub.package import load, save
+    from kvhub.plots import draw_plots
+
+    path = find_mapper(name)
+    mapper = load(path)
+    used = mapper.config.calibration
+    start = 0
+    if data is None:
+        data, start = evaluation_stream(used["data"], used["sequences"])
+    pair = load_pair(
+        source or mapper.config.source.model_id,
+        target or mapper.config.target.model_id,
+        dtype,
+        device,
+    )
+    batches = token_batches(
+        pair.tokenizer,
+        data,
+        sequences=sequences,
+        length=length or used["length"],
+        start=start,
+    )
+    with track("Evaluate") as progress:
+        report = evaluate(
+            mapper.to(pair.target.device),
+            pair.source,
+            pair.target,
+            batches,
+            exact_prefix=exact_prefix,
+            provenance={"mapper": path.name, **describe(data), "start": start},
+            progress=progress,
+        )
+    plots = draw_plots(report, mapper.config, scores=mapper.config.quality["selection_scores"])
+    save(mapper, path, report=report.to_dict(), plots=plots, overwrite=True)
+    return report, mapper

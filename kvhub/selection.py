@@ -1,0 +1,181 @@
+"""Which source layers each target layer reads (paper, section on layer selection, and App. B).
+
+One list of `top_k` source layers per target layer, shared by all heads and by keys and values.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvhub.errors import UsageError
+from kvhub.moments import KINDS, Block, Statistics
+from kvhub.ridge import regress
+
+__all__ = ["Selection", "probe_scores", "select_layers"]
+
+GREEDY_LAMBDA = 1e-3  # relative ridge penalty of the regressions that greedy selection compares
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The source layers of each target layer, best first.
+
+    Attributes
+    ----------
+    layers
+        `[target_layers][top_k]` source layer indices.
+    scores
+        `[target_layers][source_layers]` R2 of the single-layer probe, head-averaged, mean of keys
+        and values; on the tokens named by `scored_on`.
+    method
+        `probe` takes the best single layers, `greedy` adds the layer that helps most each time.
+    scored_on
+        `held_out` or `fitted`.
+    """
+
+    layers: list[list[int]]
+    scores: list[list[float]]
+    method: Literal["probe", "greedy"]
+    scored_on: Literal["held_out", "fitted"]
+
+    @property
+    def top_k(self) -> int:
+        return len(self.layers[0])
+
+    def check(self, source_layers: int, target_layers: int) -> None:
+        """Raise UsageError unless this is a selection for models of so many layers."""
+        found = {len(chosen) for chosen in self.layers}
+        bad = [
+            layer for chosen in self.layers for layer in chosen if not 0 <= layer < source_layers
+        ]
+        repeated = any(len(set(chosen)) != len(chosen) for chosen in self.layers)
+        if len(self.layers) != target_layers or len(found) != 1 or 0 in found or bad or repeated:
+            raise UsageError(
+                f"The selection does not fit: expected {target_layers} lists of equal length, "
+                f"distinct source layers below {source_layers}; found {self.layers}.",
+                "Select the layers from the statistics that you fit.",
+            )
+
+
+def head_averaged_r2(block: Block, weights: Tensor, bias: Tensor, kv_heads: int) -> Tensor:
+    """R2 of each head, its dims pooled, averaged over heads; a head that never varies gets 0."""
+    residual = block.residual_square(weights, bias).reshape(kv_heads, -1).sum(-1)
+    total = block.target_square.reshape(kv_heads, -1).sum(-1)
+    return torch.where(total > 0, 1 - residual / total, 0).mean()
+
+
+def _score(
+    statistics: Statistics, part: str, layers: list[int], target_layer: int, relative_lambda: float
+) -> float:
+    """Mean over keys and values of the head-averaged R2 of one regression."""
+    total = 0.0
+    for kind in KINDS:
+        block = statistics.block("fitted", kind, layers, target_layer)
+        weights, bias = regress(block, relative_lambda, "relative")
+        scored = statistics.block(part, kind, layers, target_layer)
+        total += float(head_averaged_r2(scored, weights, bias, statistics.target.kv_heads))
+    return total / len(KINDS)
+
+
+def probe_scores(
+    statistics: Statistics,
+    *,
+    scored_on: Literal["held_out", "fitted"] = "held_out",
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """R2 of every target layer on every single source layer, `[target_layers, source_layers]`.
+
+    The paper's probe: ordinary least squares with a bias, each head on its namesake; where the
+    models differ in KV heads, each head on all heads of the source layer. The paper scores it on
+    the tokens it was fitted on, here the default is held-out tokens.
+    """
+    statistics = _probe_statistics(statistics)
+    source, target = statistics.source, statistics.target
+    scores = torch.zeros(target.num_layers, source.num_layers, dtype=torch.float64)
+    for layer in range(target.num_layers):
+        for candidate in range(source.num_layers):
+            scores[layer, candidate] = _score(statistics, scored_on, [candidate], layer, 0.0)
+        if progress is not None:
+            progress(layer + 1, target.num_layers)
+    return scores
+
+
+def _probe_statistics(statistics: Statistics) -> Statistics:
+    if statistics.source.kv_heads == statistics.target.kv_heads:
+        return statistics.matched()
+    return statistics
+
+
+def select_layers(
+    statistics: Statistics,
+    top_k: int,
+    *,
+    method: Literal["probe", "greedy"] = "probe",
+    scored_on: Literal["held_out", "fitted"] = "held_out",
+    progress: Callable[[int, int], None] | None = None,
+) -> Selection:
+    """Choose `top_k` source layers for each target layer.
+
+    Parameters
+    ----------
+    statistics
+        From `calibrate`.
+    top_k
+        How many, at least 1 and at most the source's layers.
+    method
+        `probe`: the layers with the best single-layer R2 (the paper's choice). `greedy`: forward
+        selection, each time the layer that raises the joint R2 most (the paper's appendix B).
+    scored_on
+        The tokens on which R2 is taken.
+    progress
+        Called with (target layers done, target layers in all).
+
+    Raises
+    ------
+    UsageError
+        `top_k` is out of range, or no tokens were held out.
+    """
+    source, target = statistics.source, statistics.target
+    if not 1 <= top_k <= source.num_layers:
+        raise UsageError(
+            f"top_k must be between 1 and the source's {source.num_layers} layers; found {top_k}.",
+            "Lower --top-k.",
+        )
+    if getattr(statistics, scored_on)["keys"].tokens == 0:
+        raise UsageError(
+            f"No {scored_on} tokens in these statistics.", "Calibrate on at least 10 sequences."
+        )
+    scores = probe_scores(statistics, scored_on=scored_on)
+    if method == "probe":
+        # A stable sort, so that equal scores go to the lower layer on every machine.
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        chosen = order[:, :top_k].tolist()
+        if progress is not None:
+            progress(target.num_layers, target.num_layers)
+    elif method == "greedy":
+        chosen = []
+        single = _probe_statistics(statistics)
+        for layer in range(target.num_layers):
+            chosen.append(_forward_selection(single, top_k, layer, scores[layer], scored_on))
+            if progress is not None:
+                progress(layer + 1, target.num_layers)
+    else:
+        raise UsageError(f"Unknown selection method {method!r}.", "Use probe or greedy.")
+    return Selection(chosen, scores.tolist(), method, scored_on)
+
+
+def _forward_selection(
+    statistics: Statistics, top_k: int, layer: int, single: Tensor, scored_on: str
+) -> list[int]:
+    chosen = [int(single.argmax())]
+    while len(chosen) < top_k:
+        gains = {
+            candidate: _score(statistics, scored_on, [*chosen, candidate], layer, GREEDY_LAMBDA)
+            for candidate in range(statistics.source.num_layers)
+            if candidate not in chosen
+        }
+        chosen.append(max(gains, key=lambda candidate: gains[candidate]))
+    return chosen

@@ -1,0 +1,73 @@
+"""The local store: mappers by name under `$KVHUB_HOME/mappers`, default `~/.cache/kvhub`."""
+
+import os
+import re
+from pathlib import Path
+
+from kvhub.atomic import recover
+from kvhub.errors import NotFoundError, UsageError
+
+__all__ = ["find_mapper", "home", "mapper_names", "mapper_path", "work_path"]
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+
+
+def home() -> Path:
+    """Where kvhub keeps what it makes."""
+    return Path(os.environ.get("KVHUB_HOME") or Path.home() / ".cache" / "kvhub")
+
+
+def mapper_path(name: str) -> Path:
+    """The place of a local mapper, whether it is there or not.
+
+    Raises
+    ------
+    UsageError
+        The name cannot be one: it would leave the store.
+    """
+    if not NAME.fullmatch(name) or name.endswith("."):
+        raise UsageError(
+            f"{name!r} cannot be a mapper's name: expected letters, digits, '.', '_' and '-', "
+            "beginning with a letter or digit.",
+            "For example qwen3-8b-to-32b.",
+        )
+    return home() / "mappers" / name
+
+
+def work_path(name: str) -> Path:
+    """Where unfinished work on a mapper is kept, so that it can be resumed."""
+    return home() / "work" / mapper_path(name).name
+
+
+def mapper_names() -> list[str]:
+    """The names of the local mappers, sorted."""
+    folder = home() / "mappers"
+    if not folder.is_dir():
+        return []
+    return sorted(path.name for path in folder.iterdir() if NAME.fullmatch(path.name))
+
+
+def find_mapper(name_or_path: str) -> Path:
+    """The directory of a mapper given by its local name or its path.
+
+    A name in the store comes first; what contains a slash or exists as a directory is a path.
+
+    Raises
+    ------
+    NotFoundError
+        There is neither.
+    """
+    if NAME.fullmatch(name_or_path):
+        path = home() / "mappers" / name_or_path
+        recover(path)
+        if path.is_dir():
+            return path
+    directory = Path(name_or_path).expanduser()
+    if directory.is_dir():
+        return directory
+    known = ", ".join(mapper_names()) or "none"
+    raise NotFoundError(
+        f"No mapper {name_or_path!r}: neither in the local store ({home() / 'mappers'}; it has: "
+        f"{known}) nor a directory.",
+        "Fit one with `kvhub fit NAME`, or see `kvhub list`.",
+    )
