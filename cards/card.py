@@ -1,6 +1,7 @@
 """The README.md of a package, rendered from config.json and report.json and never read back."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = ["render_card"]
@@ -113,7 +114,7 @@ def _compatibility_rows(source: dict[str, Any], target: dict[str, Any]) -> list[
         extra = ", ".join(f"{name} {value}" for name, value in found["parameters"].items())
         return f"{found['rope_type']}, theta {found['rope_theta']:g}" + (f", {extra}" * bool(extra))
 
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("model", source["model_id"], target["model_id"]),
         ("commit", source["revision"] or "local", target["revision"] or "local"),
         ("RoPE", rope(source), rope(target)),
@@ -141,7 +142,10 @@ def _quality(
     if report is None:
         return f"{text}\n\nNot evaluated yet: run `kvhub evaluate {name}`."
     rows = [
-        (setting.replace("_", " "), *(_estimate(metrics[key]) for key in ("nll", "kl", "agreement")))
+        (
+            setting.replace("_", " "),
+            *(_estimate(metrics[key]) for key in ("nll", "kl", "agreement")),
+        )
         for setting, metrics in report["settings"].items()
     ]
     figures = [
@@ -171,7 +175,7 @@ def _estimate(estimate: dict[str, float] | None) -> str:
     return f"{estimate['value']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"
 
 
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

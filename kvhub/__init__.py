@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from kvhub.evaluation import evaluate
     from kvhub.generation import handoff
     from kvhub.mapper import KVMapper, MapperConfig
+    from kvhub.moments import Statistics
     from kvhub.report import Report
     from kvhub.ridge import fit
     from kvhub.selection import Selection, select_layers
     from kvhub.spec import ModelSpec, RopeSpec
-    from kvhub.moments import Statistics
 
 __version__ = version("kvhub")
 

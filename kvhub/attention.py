@@ -86,7 +86,7 @@ def observe_attention(model: "PreTrainedModel", callback: AttentionCallback) -> 
     AttentionInterface.register(IMPLEMENTATION, _observed_attention)
     # Without a mask function of the same name, transformers would run it with no mask at all.
     AttentionMaskInterface.register(IMPLEMENTATION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    decoder: PreTrainedModel = model.get_decoder()  # type: ignore[no-untyped-call]
+    decoder: PreTrainedModel = model.get_decoder()
     previous = decoder.config._attn_implementation
     observer = (frozenset(decoder.modules()), callback)
     try:

@@ -92,8 +92,8 @@ def prefill(
     attention_mask = attention_mask.to(input_ids.device)
     if attention_mask.shape != (batch, cached + tokens):
         raise UsageError(
-            f"attention_mask must cover cached and new tokens: expected {(batch, cached + tokens)}, "
-            f"found {tuple(attention_mask.shape)}.",
+            "attention_mask must cover cached and new tokens: expected "
+            f"{(batch, cached + tokens)}, found {tuple(attention_mask.shape)}.",
             "Pass the mask of the whole context.",
         )
     return model(
@@ -160,7 +160,7 @@ def read_cache(cache: "Cache", spec: ModelSpec | None = None) -> tuple[list[Tens
 
 
 def build_cache(keys: Iterable[Tensor], values: Iterable[Tensor]) -> "DynamicCache":
-    """A cache from per-layer rotated keys and values, each `[batch, kv_heads, tokens, head_dim]`."""
+    """A cache from rotated keys and values per layer, `[batch, kv_heads, tokens, head_dim]`."""
     from transformers import DynamicCache
 
     cache = DynamicCache()

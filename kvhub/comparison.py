@@ -81,7 +81,7 @@ def compare(
 ) -> Comparison:
     """Continue `input_ids` `[1, tokens]` greedily: target alone, handed off, and source alone."""
     context = input_ids[:, :-1]
-    options = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
 
     def continued(generate: Callable[[Any], Tensor], read: Callable[[], Any]) -> Continuation:
         cache, context_seconds = _timed(read)
@@ -146,11 +146,10 @@ def time_handoff(
         def read_again(ids: Tensor = ids) -> Any:
             return prefill(target_model, ids[:, :-1].to(target_model.device), logits_to_keep=1)
 
-        actions: list[Callable[[], Any]] = [
-            lambda cache=on_mapper: mapper(cache),
-            hand_over,
-            read_again,
-        ]
+        def map_alone(cache: Any = on_mapper) -> Any:
+            return mapper(cache)
+
+        actions = (map_alone, hand_over, read_again)
         times: list[list[float]] = [[] for _ in actions]
         for repeat in range(repeats + 1):
             for action, measured in zip(actions, times, strict=True):

@@ -283,7 +283,8 @@ def _frequencies(
     """Return inverse frequencies and attention scaling, as a model of this config computes them."""
     if rope_type != "default":
         with torch.device("cpu"):
-            return ROPE_INIT_FUNCTIONS[rope_type](text)
+            found: tuple[torch.Tensor, float] = ROPE_INIT_FUNCTIONS[rope_type](text)
+        return found
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     factor = text.rope_parameters.get("partial_rotary_factor", 1.0) if partial else 1.0
     dim = int(head_dim * factor)

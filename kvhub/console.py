@@ -49,9 +49,13 @@ def say(message: str) -> None:
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """A table on stdout; columns whose name ends in a blank are aligned to the right."""
     result = Table(title=title, title_justify="left", header_style="bold")
-    for column in columns:
-        right = column.endswith(" ")
-        result.add_column(column.strip(), justify="right" if right else "left", overflow="fold")
+    for number, column in enumerate(columns):
+        result.add_column(
+            column.strip(),
+            justify="right" if column.endswith(" ") else "left",
+            overflow="fold",
+            no_wrap=number == 0,
+        )
     for row in rows:
         result.add_row(*(escape(str(cell)) for cell in row))
     _out().print(result)

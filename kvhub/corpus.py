@@ -266,7 +266,8 @@ def _dataset_commit(repo: str, revision: str | None) -> str | None:
     from huggingface_hub import HfApi
 
     with _hub_errors(repo):
-        return HfApi(library_name="kvhub").dataset_info(repo, revision=revision).sha
+        commit: str | None = HfApi(library_name="kvhub").dataset_info(repo, revision=revision).sha
+    return commit
 
 
 @contextmanager

@@ -112,7 +112,7 @@ def prefill_mapped(
     if start == stop:
         return exact
     source_cache = _extend(source_model, input_ids, mask, source_cache, stop)
-    mapped = mapper(
+    mapped: DynamicCache = mapper(
         move_cache(crop_cache(source_cache, start, stop), mapper.key_weight.device),
         positions=positions_from_mask(mask)[:, start:stop],
         dtype=target_model.dtype,

@@ -253,7 +253,7 @@ class KVMapper(nn.Module):
             dtype = weights.dtype
         flat = states.to(dtype).transpose(1, 2).reshape(layers, kv_heads, -1, head_dim)
         features = group_features(flat, self.config.heads)  # [batch * tokens, groups, features]
-        features = features.unflatten(-1, (layers, -1))
+        features = features.reshape(*features.shape[:2], layers, -1)
         result = features.new_empty(
             target.num_layers, batch, target.kv_heads, tokens, target.head_dim
         )

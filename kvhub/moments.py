@@ -245,7 +245,7 @@ class Moments:
         rows = gram[:, index[:, None], :, index].permute(2, 0, 3, 1, 4)
         chosen = len(source_layers) * width
         to = slice(target_layer * out, (target_layer + 1) * out)
-        cross = self.cross[..., to].unflatten(1, (num_source, width)).index_select(1, index)
+        cross = self.cross[..., to].reshape(groups, num_source, width, out).index_select(1, index)
         mean = self.source_mean.view(groups, num_source, width).index_select(1, index)
         return Block(
             gram=rows.reshape(groups, chosen, chosen),
@@ -261,7 +261,8 @@ class Moments:
 
         def per_head(tensor: Tensor, layers: int) -> Tensor:
             """[..., layers * heads * dim] -> [heads, ..., layers * dim]."""
-            return tensor.unflatten(-1, (layers, kv_heads, -1)).movedim(-2, 0).flatten(-2)
+            by_head = tensor.reshape(*tensor.shape[:-1], layers, kv_heads, -1)
+            return by_head.movedim(-2, 0).flatten(-2)
 
         def diagonal(tensor: Tensor, columns: int) -> Tensor:
             by_head = per_head(tensor[0], columns)  # [heads, layers * heads * dim, columns]

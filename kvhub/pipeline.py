@@ -5,23 +5,35 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvhub.compatibility import Heads, require_pair, require_same
-from kvhub.errors import ConflictError
+from kvhub.errors import ConflictError, UsageError
 from kvhub.recipe import locate_model
 from kvhub.spec import ModelSpec
-from kvhub.store import find_mapper, mapper_path, work_path
+from kvhub.store import find_mapper, home, mapper_names, mapper_path, work_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from kvhub.comparison import Comparison, Timing
     from kvhub.mapper import KVMapper
     from kvhub.moments import Statistics
     from kvhub.report import Report
     from kvhub.ridge import LambdaScale
 
-__all__ = ["FitPlan", "LoadedPair", "evaluate_mapper", "fit_mapper", "load_pair", "read_spec"]
+__all__ = [
+    "FitPlan",
+    "LoadedPair",
+    "bench_mapper",
+    "compare_on_text",
+    "environment",
+    "evaluate_mapper",
+    "fit_mapper",
+    "list_store",
+    "load_pair",
+    "read_spec",
+]
 
 Track = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 ROWS_PER_BATCH = 1024  # tokens per batch: enough that adding to a Gram costs little beside it
@@ -104,9 +116,7 @@ def fit_mapper(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "KVMa
     if plan.heads == "matched":
         statistics = statistics.matched()
     with track("Select source layers") as progress:
-        selection = select_layers(
-            statistics, plan.top_k, method=plan.selection, progress=progress
-        )
+        selection = select_layers(statistics, plan.top_k, method=plan.selection, progress=progress)
     with track("Fit") as progress:
         mapper = fit(
             statistics,
@@ -201,7 +211,7 @@ def evaluate_mapper(
     device: str | None,
     source: str | None = None,
     target: str | None = None,
-) -> "tuple[Report, KVMapper]":
+) -> "tuple[Report, Path]":
     """Evaluate a mapper and put report and plots into its package.
 
     Without `data` the text is what calibration used, from the sequence on where it stopped. Only
@@ -209,21 +219,15 @@ def evaluate_mapper(
     """
     from kvhub.data import describe, evaluation_stream, token_batches
     from kvhub.evaluation import evaluate
-    from kvhub.package import load, save
+    from kvhub.package import save
     from kvhub.plots import draw_plots
 
     path = find_mapper(name)
-    mapper = load(path)
+    mapper, pair = _loaded(name, source, target, dtype, device)
     used = mapper.config.calibration
     start = 0
     if data is None:
         data, start = evaluation_stream(used["data"], used["sequences"])
-    pair = load_pair(
-        source or mapper.config.source.model_id,
-        target or mapper.config.target.model_id,
-        dtype,
-        device,
-    )
     batches = token_batches(
         pair.tokenizer,
         data,
@@ -233,7 +237,7 @@ def evaluate_mapper(
     )
     with track("Evaluate") as progress:
         report = evaluate(
-            mapper.to(pair.target.device),
+            mapper,
             pair.source,
             pair.target,
             batches,
@@ -243,4 +247,120 @@ def evaluate_mapper(
         )
     plots = draw_plots(report, mapper.config, scores=mapper.config.quality["selection_scores"])
     save(mapper, path, report=report.to_dict(), plots=plots, overwrite=True)
-    return report, mapper
+    return report, path
+
+
+def compare_on_text(
+    name: str,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    exact_prefix: int,
+    source: str | None,
+    target: str | None,
+    dtype: str,
+    device: str | None,
+) -> "tuple[Comparison, dict[str, str]]":
+    """Continue a text in three ways; also the new text of each, by way."""
+    from kvhub.comparison import compare
+
+    mapper, pair = _loaded(name, source, target, dtype, device)
+    ids = pair.tokenizer(prompt, return_tensors="pt")["input_ids"]
+    if ids.shape[1] < 2:
+        raise UsageError(
+            f"The prompt has {ids.shape[1]} tokens; a hand-off needs at least 2.",
+            "Give a longer --prompt.",
+        )
+    found = compare(
+        mapper,
+        pair.source,
+        pair.target,
+        ids,
+        max_new_tokens=max_new_tokens,
+        exact_prefix=exact_prefix,
+    )
+    texts = {
+        way: str(pair.tokenizer.decode(getattr(found, way).output_ids, skip_special_tokens=True))
+        for way in ("target", "mapped", "source")
+    }
+    return found, texts
+
+
+def bench_mapper(
+    name: str,
+    lengths: list[int],
+    repeats: int,
+    track: Track,
+    *,
+    source: str | None,
+    target: str | None,
+    dtype: str,
+    device: str | None,
+) -> "list[Timing]":
+    """Time a mapper against its target's prefill."""
+    from kvhub.comparison import time_handoff
+
+    mapper, pair = _loaded(name, source, target, dtype, device)
+    with track("Time") as progress:
+        return time_handoff(
+            mapper, pair.source, pair.target, lengths, repeats=repeats, progress=progress
+        )
+
+
+def _loaded(
+    name: str, source: str | None, target: str | None, dtype: str, device: str | None
+) -> "tuple[KVMapper, LoadedPair]":
+    """A mapper and its two models, which may have been moved."""
+    from kvhub.package import load
+
+    mapper = load(find_mapper(name))
+    config = mapper.config
+    pair = load_pair(
+        source or config.source.model_id, target or config.target.model_id, dtype, device
+    )
+    return mapper.to(pair.target.device), pair
+
+
+def list_store() -> list[dict[str, Any]]:
+    """The mappers in the local store, from their configs."""
+    from kvhub.package import Manifest, read_config
+
+    found = []
+    for name in mapper_names():
+        path = find_mapper(name)
+        config = read_config(path)[0]
+        found.append(
+            {
+                "name": name,
+                "path": str(path),
+                "source": config.source.model_id,
+                "target": config.target.model_id,
+                "top_k": config.top_k,
+                "heads": config.heads,
+                "held_out_r2": config.quality["held_out_r2"],
+                "size_bytes": sum(size for _, size in Manifest.read(path).files.values()),
+            }
+        )
+    return found
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in ("kvhub", "torch", "transformers", "safetensors", "huggingface-hub", "onnx"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "missing"
+    found["cpu_threads"] = torch.get_num_threads()
+    cuda = torch.cuda.is_available()
+    found["cuda_devices"] = [
+        torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count() * cuda)
+    ]
+    found["home"] = str(home())
+    return found

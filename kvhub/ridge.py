@@ -86,11 +86,12 @@ def _least_norm(system: Tensor, right: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(system)
     cutoff = system.shape[-1] * torch.finfo(system.dtype).eps * values[..., -1:]
     inverse = torch.where(values > cutoff, 1 / values, 0)
-    return vectors @ (inverse[..., None] * (vectors.mT @ right))
+    solution: Tensor = vectors @ (inverse[..., None] * (vectors.mT @ right))
+    return solution
 
 
 def regress(block: Block, ridge_lambda: float, scale: LambdaScale) -> tuple[Tensor, Tensor]:
-    """Weights `[groups, features, outputs]` and bias `[groups, outputs]` of one ridge regression."""
+    """Weights `[groups, features, outputs]` and bias `[groups, outputs]` of one regression."""
     weights = solve_ridge(block.gram, block.cross, penalty(block, ridge_lambda, scale))
     return weights, block.target_mean - torch.einsum("gf,gfo->go", block.source_mean, weights)
 

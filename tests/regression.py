@@ -23,8 +23,7 @@ def random_rows(source, target, tokens, seed=0):
     for kind in ("keys", "values"):
         latent = torch.randn(tokens, 6, dtype=torch.float64, generator=generator)
         rows[kind] = tuple(
-            random_states(spec, tokens, latent, generator, mixing_seed)
-            for spec in (source, target)
+            random_states(spec, tokens, latent, generator, mixing_seed) for spec in (source, target)
         )
     return rows
 

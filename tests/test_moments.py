@@ -187,7 +187,7 @@ def test_damaged_statistics_are_refused(tmp_path):
         metadata = file.metadata()
     tensors["fitted.keys.gram"] = tensors["fitted.keys.gram"][:, :-1].contiguous()
     save_file(tensors, path, metadata=metadata)
-    with pytest.raises(VerificationError, match="fitted.keys.gram should have shape"):
+    with pytest.raises(VerificationError, match=r"fitted\.keys\.gram should have shape"):
         Statistics.load(path)
     header = json.loads(metadata["kvhub"])
     assert header["heads"] == "all"

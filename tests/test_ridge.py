@@ -139,9 +139,7 @@ def test_a_nearly_singular_gram_gives_a_small_residual():
     x = torch.randn(300, 6, dtype=torch.float64, generator=generator)
     x[:, 5] = x[:, 4] + 1e-9 * x[:, 5]
     y = x[:, :5] @ torch.randn(5, 2, dtype=torch.float64, generator=generator)
-    weights = solve_ridge(
-        (x.T @ x)[None], (x.T @ y)[None], torch.zeros(1, dtype=torch.float64)
-    )[0]
+    weights = solve_ridge((x.T @ x)[None], (x.T @ y)[None], torch.zeros(1, dtype=torch.float64))[0]
     assert torch.isfinite(weights).all()
     assert float((x @ weights - y).norm() / y.norm()) < 1e-5
 

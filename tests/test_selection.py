@@ -33,9 +33,7 @@ def copied_rows(tokens, seed):
 
 
 def test_the_layers_with_the_signal_are_chosen():
-    statistics = statistics_of(
-        copied_rows(300, 0), SOURCE, TARGET, held_out=copied_rows(100, 1)
-    )
+    statistics = statistics_of(copied_rows(300, 0), SOURCE, TARGET, held_out=copied_rows(100, 1))
     for method in ("probe", "greedy"):
         selection = select_layers(statistics, 2, method=method)
         assert [chosen[0] for chosen in selection.layers] == [3, 0, 1]

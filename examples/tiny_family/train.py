@@ -166,7 +166,9 @@ def optimize(
     """
     steps = STEPS[name]
     matrices = [
-        weight for key, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in key
+        weight
+        for key, weight in model.named_parameters()
+        if weight.ndim == 2 and "embed" not in key
     ]
     others = [
         weight for key, weight in model.named_parameters() if weight.ndim != 2 or "embed" in key
@@ -205,9 +207,7 @@ def optimize(
 
 def prune(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
     """A copy of the model without `REMOVED_LAYERS`."""
-    kept = [
-        index for index in range(model.config.num_hidden_layers) if index not in REMOVED_LAYERS
-    ]
+    kept = [index for index in range(model.config.num_hidden_layers) if index not in REMOVED_LAYERS]
     pruned = Qwen3ForCausalLM(
         config(
             model.config.hidden_size,

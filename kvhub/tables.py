@@ -1,0 +1,215 @@
+"""What each command's result looks like to people; see `kvhub.console` for how it is printed."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvhub.console import panel, say, table
+
+if TYPE_CHECKING:
+    from kvhub.comparison import Comparison, Timing
+    from kvhub.compatibility import Decision
+    from kvhub.estimates import Estimate as PairEstimate
+    from kvhub.mapper import KVMapper
+    from kvhub.recipe import Recipe
+    from kvhub.report import Estimate, Report
+
+__all__ = [
+    "show_check",
+    "show_comparison",
+    "show_config",
+    "show_files",
+    "show_fit",
+    "show_recipes",
+    "show_report",
+    "show_store",
+    "show_timings",
+]
+
+
+def megabytes(size: int) -> str:
+    """Bytes as people read them."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def show_recipes(recipes: "Sequence[Recipe]") -> None:
+    """The built-in pairs."""
+    table(
+        "Built-in pairs: kvhub fit NAME",
+        ("name", "k ", "heads", "source", "target"),
+        [(r.name, r.top_k, r.heads, r.source, r.target) for r in recipes],
+    )
+
+
+def show_check(
+    source: str, target: str, decisions: "Sequence[Decision]", found: "PairEstimate | None"
+) -> None:
+    """Every compatibility decision, and what a mapper would weigh and save."""
+    table(
+        f"{source} to {target}",
+        ("", "source", "target", "verdict", "reason"),
+        [(d.field, d.source, d.target, d.verdict, d.reason) for d in decisions],
+    )
+    if found is None:
+        return
+    gains = ", ".join(f"{gain:.0f}x at {n} tokens" for n, gain in found.gain.items())
+    table(
+        f"A mapper with {found.heads} heads and k = {found.top_k}",
+        ("", "value "),
+        [
+            ("parameters", f"{found.parameters:,}"),
+            ("size in 16-bit", megabytes(found.size_bytes)),
+            ("operations per token", f"{found.map_flops / 1e9:.3f} GFLOP"),
+            ("prefill's operations over the map's", gains),
+            ("calibration tokens needed", f"over {found.features:,}, better 10 x"),
+            ("memory of the statistics", megabytes(found.statistics_bytes)),
+        ],
+    )
+
+
+def show_fit(name: str, mapper: "KVMapper") -> None:
+    """The selected layers and the held-out R2 of each target layer."""
+    quality = mapper.config.quality
+    r2, per_layer = quality["held_out_r2"], quality["held_out_r2_per_layer"]
+    rows: list[tuple[Any, ...]] = [
+        (layer, " ".join(map(str, chosen)), f"{keys:.3f}", f"{values:.3f}")
+        for layer, (chosen, keys, values) in enumerate(
+            zip(mapper.config.selection, per_layer["keys"], per_layer["values"], strict=True)
+        )
+    ]
+    table(
+        f"{name}: {mapper.num_parameters:,} parameters, {megabytes(mapper.size_bytes)}",
+        ("target layer ", "source layers", "held-out R2 keys ", "values "),
+        [*rows, ("mean", "", f"{r2['keys']:.3f}", f"{r2['values']:.3f}")],
+    )
+
+
+def show_timings(name: str, timings: "Sequence[Timing]", repeats: int) -> None:
+    """The map against prefilling again."""
+    table(
+        f"{name}: medians of {repeats}",
+        ("tokens ", "map, ms ", "hand-off, ms ", "prefill again, ms ", "faster "),
+        [
+            (
+                t.tokens,
+                f"{1e3 * t.map_seconds:.1f}",
+                f"{1e3 * t.handoff_seconds:.1f}",
+                f"{1e3 * t.prefill_seconds:.1f}",
+                f"{t.speedup:.1f}x",
+            )
+            for t in timings
+        ],
+    )
+
+
+def show_store(mappers: Sequence[dict[str, Any]]) -> None:
+    """The local mappers."""
+    table(
+        "Local mappers",
+        ("name", "source", "target", "k ", "heads", "R2 keys ", "values ", "size "),
+        [
+            (
+                m["name"],
+                m["source"],
+                m["target"],
+                m["top_k"],
+                m["heads"],
+                f"{m['held_out_r2']['keys']:.3f}",
+                f"{m['held_out_r2']['values']:.3f}",
+                megabytes(m["size_bytes"]),
+            )
+            for m in mappers
+        ],
+    )
+
+
+def show_files(path: str, files: dict[str, tuple[str, int]]) -> None:
+    """The verified files of a package."""
+    table(
+        f"{path}: verified",
+        ("file", "bytes ", "sha256"),
+        [(name, f"{size:,}", sha256) for name, (sha256, size) in files.items()],
+    )
+
+
+def show_report(name: str, report: "Report") -> None:
+    """The figures of an evaluation, each beside what it is compared with."""
+    table(
+        f"{name}: how the next tokens are predicted",
+        ("", "NLL, nats ", "perplexity ", "accuracy ", "KL to target ", "agreement "),
+        [
+            (
+                setting.replace("_", " "),
+                _interval(metrics.nll),
+                f"{metrics.perplexity.value:.2f}",
+                _interval(metrics.accuracy),
+                _interval(metrics.kl),
+                _interval(metrics.agreement),
+            )
+            for setting, metrics in report.settings.items()
+        ],
+    )
+    table(
+        "Summary, with 95 % bootstrap intervals over sequences",
+        ("", "value "),
+        [
+            ("retention: accuracy over the target's own", _interval(report.retention)),
+            ("  above no context", _interval(report.floor_normalized_retention)),
+            ("gap between source and target recovered", _interval(report.gap_recovered)),
+            ("attention-output cosine", _interval(report.attention_output_cosine)),
+            ("held-out R2 of keys", f"{report.key_r2:.3f}"),
+            ("held-out R2 of values", f"{report.value_r2:.3f}"),
+        ],
+    )
+    for note in report.notes:
+        say(f"Note: {note}")
+
+
+def _interval(estimate: "Estimate | None") -> str:
+    if estimate is None:
+        return "undefined"
+    return f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
+
+
+def show_comparison(comparison: "Comparison", texts: dict[str, str]) -> None:
+    """Three continuations side by side, and what each cost."""
+    labels = {"target": "target alone", "mapped": "mapped hand-off", "source": "source alone"}
+    for way, label in labels.items():
+        panel(label, texts[way])
+    table(
+        f"{comparison.prompt_tokens} prompt tokens",
+        ("", "until the context is there, ms ", "new tokens, ms "),
+        [
+            (
+                label,
+                f"{1e3 * getattr(comparison, way).context_seconds:.1f}",
+                f"{1e3 * getattr(comparison, way).generate_seconds:.1f}",
+            )
+            for way, label in labels.items()
+        ],
+    )
+
+
+def show_config(path: str, config: dict[str, Any]) -> None:
+    """A mapper's config as tables."""
+    source, target = config["source"], config["target"]
+    keys = ("model_id", "revision", "model_type", "num_layers", "kv_heads", "head_dim", "qk_norm")
+    rows = [(key, source[key], target[key]) for key in keys]
+    for key in ("rope_type", "rope_theta"):
+        rows.append((key, source["rope"][key], target["rope"][key]))
+    table(path, ("", "source", "target"), rows)
+    r2 = config["quality"]["held_out_r2"]
+    table(
+        "",
+        ("", "value"),
+        [
+            ("heads", config["heads"]),
+            ("top_k", config["top_k"]),
+            ("selection", config["selection_method"]),
+            ("ridge", ", ".join(f"{key} {value}" for key, value in config["ridge"].items())),
+            ("weighting", config["weighting"]),
+            ("dtype", config["dtype"]),
+            ("held-out R2", f"keys {r2['keys']:.3f}, values {r2['values']:.3f}"),
+            *((key, value) for key, value in config["calibration"].items()),
+            ("kvhub", config["kvhub_version"]),
+        ],
+    )
