@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvhub.errors import ConflictError
 
-__all__ = ["new_directory", "recover", "write_text"]
+__all__ = ["new_directory", "new_file", "recover", "write_text"]
 
 BUILDING = ".building-"
 REPLACED = ".replaced-"
@@ -35,8 +35,7 @@ def new_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     try:
         yield building
         _require_free(path, overwrite)
-        building.chmod(0o755)
-        _sync(building)
+        _finish(building)
         replaced = path.with_name(f".{path.name}{REPLACED}{os.getpid()}")
         if path.exists():
             path.rename(replaced)
@@ -55,16 +54,25 @@ def recover(path: Path) -> None:
             old.rename(path)
 
 
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary file that replaces `path` when the block ends without an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        _allow(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a whole text file, or leave the old one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    with new_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def _require_free(path: Path, overwrite: bool) -> None:
@@ -74,9 +82,17 @@ def _require_free(path: Path, overwrite: bool) -> None:
         )
 
 
-def _sync(directory: Path) -> None:
+def _finish(directory: Path) -> None:
     """Flush every file to the disk, so that the rename does not come before the content."""
-    for path in directory.rglob("*"):
+    for path in (directory, *directory.rglob("*")):
+        _allow(path)
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+
+
+def _allow(path: Path) -> None:
+    """Give a temporary, which is private, the rights that a new file or directory has here."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)

@@ -413,6 +413,8 @@ def main() -> None:
     as_json = "--json" in sys.argv
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of the libraries below
     try:
         app()
     except KVHubError as error:

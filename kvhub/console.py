@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.panel import Panel
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -21,7 +20,7 @@ from rich.table import Table
 
 from kvhub.errors import KVHubError
 
-__all__ = ["emit", "panel", "say", "show_error", "table", "track"]
+__all__ = ["emit", "say", "show_error", "table", "track"]
 
 
 def _out() -> Console:
@@ -54,16 +53,11 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
             column.strip(),
             justify="right" if column.endswith(" ") else "left",
             overflow="fold",
-            no_wrap=number == 0,
+            no_wrap=number == 0 and len(columns) > 3,
         )
     for row in rows:
         result.add_row(*(escape(str(cell)) for cell in row))
     _out().print(result)
-
-
-def panel(title: str, text: str) -> None:
-    """A titled box of text on stdout."""
-    _out().print(Panel(escape(text), title=escape(title), title_align="left"))
 
 
 @contextmanager

@@ -14,8 +14,6 @@ source layer; `heads="matched"` has one group per KV head. Within a group the or
 """
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvhub.atomic import new_file
 from kvhub.compatibility import Heads
 from kvhub.errors import IncompatiblePairError, NotFoundError, UsageError, VerificationError
 from kvhub.spec import ModelSpec
@@ -385,7 +384,6 @@ class Statistics:
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, atomically: a reader sees the old file or the new one."""
-        path = Path(path)
         tensors = {}
         tokens = {}
         for part in ("fitted", "held_out"):
@@ -403,14 +401,8 @@ class Statistics:
             "tokens": tokens,
             "provenance": self.provenance,
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        try:
+        with new_file(Path(path)) as temporary:
             save_file(tensors, temporary, metadata={"format": "pt", "kvhub": json.dumps(header)})
-            os.replace(temporary, path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path) -> "Statistics":

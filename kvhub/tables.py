@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvhub.console import panel, say, table
+from kvhub.console import say, table
 
 if TYPE_CHECKING:
     from kvhub.comparison import Comparison, Timing
@@ -47,7 +47,7 @@ def show_check(
     table(
         f"{source} to {target}",
         ("", "source", "target", "verdict", "reason"),
-        [(d.field, d.source, d.target, d.verdict, d.reason) for d in decisions],
+        [(d.field, _short(d.source), _short(d.target), d.verdict, d.reason) for d in decisions],
     )
     if found is None:
         return
@@ -64,6 +64,12 @@ def show_check(
             ("memory of the statistics", megabytes(found.statistics_bytes)),
         ],
     )
+
+
+def _short(value: object) -> str:
+    """A digest's first characters say enough in a table."""
+    text = str(value)
+    return f"{text[:12]}…" if len(text) == 64 else text
 
 
 def show_fit(name: str, mapper: "KVMapper") -> None:
@@ -167,14 +173,13 @@ def show_report(name: str, report: "Report") -> None:
 def _interval(estimate: "Estimate | None") -> str:
     if estimate is None:
         return "undefined"
-    return f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
+    return f"{estimate.value:.3f}\n({estimate.low:.3f} to {estimate.high:.3f})"
 
 
 def show_comparison(comparison: "Comparison", texts: dict[str, str]) -> None:
     """Three continuations side by side, and what each cost."""
     labels = {"target": "target alone", "mapped": "mapped hand-off", "source": "source alone"}
-    for way, label in labels.items():
-        panel(label, texts[way])
+    table("", tuple(labels.values()), [[texts[way].strip("\n") for way in labels]])
     table(
         f"{comparison.prompt_tokens} prompt tokens",
         ("", "until the context is there, ms ", "new tokens, ms "),

@@ -1,0 +1,629 @@
+"""Tasks of lm-evaluation-harness on a target that goes on from a mapped cache; extra `lm-eval`.
+
+A request has a context and a continuation. All but the last token of the context become a cache,
+in one of three ways; that last token and the continuation then run through the model on top:
+
+    target_alone   the target has read the context itself
+    mapped         the source has read it, and its cache is mapped, as in a hand-off
+    source_alone   the source has read it, and the source goes on
+
+Tokenization, truncation and scoring are the same in all three, and as in the harness' own `hf`
+model. The harness' command line with the model `kvhub` is `python -m kvhub.lm_eval_adapter`:
+
+    python -m kvhub.lm_eval_adapter --model kvhub --model_args mapper=NAME,setting=mapped \
+        --tasks arc_challenge --num_fewshot 25
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+
+from kvhub.cache import build_cache, cache_of, prefill
+from kvhub.compatibility import require_same
+from kvhub.errors import NetworkError, NotFoundError, UsageError, VerificationError
+from kvhub.generation import EXACT_PREFIX, generate_from, prefill_mapped
+from kvhub.mapper import KVMapper
+from kvhub.spec import ModelSpec
+from kvhub.tokenization import tokenizer_digest
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    raise UsageError(
+        f"Harness tasks need the package {error.name}, which is not installed.",
+        'Run pip install "kvhub[lm-eval]".',
+    ) from error
+
+if TYPE_CHECKING:
+    from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["CHANCE", "SETTINGS", "HandoffLM", "evaluate_tasks"]
+
+logger = logging.getLogger(__name__)
+
+Setting = Literal["target_alone", "mapped", "source_alone"]
+SETTINGS: tuple[Setting, ...] = ("target_alone", "mapped", "source_alone")
+# Accuracy of guessing.
+CHANCE = {
+    "arc_challenge": 0.25,
+    "gsm8k": 0.0,
+    "hellaswag": 0.25,
+    "mmlu": 0.25,
+    "winogrande": 0.5,
+}
+BATCH_SIZE = 8
+MAX_NEW_TOKENS = 256  # where a task does not say; the harness' own default
+MAX_LOGITS = 2**26  # numbers copied to float32 at once: 256 MiB
+# The harness' names for how many tokens to generate, the first one wins.
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+@register_model("kvhub")
+class HandoffLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
+    """A pair of models and their mapper, as one language model of the harness.
+
+    Parameters
+    ----------
+    mapper
+        Fitted for these two models.
+    source_model, target_model
+        In eval mode; they and the mapper may be on different devices.
+    tokenizer
+        Of the target, which is the source's too.
+    setting
+        Who reads the context and who goes on: `target_alone`, `mapped` or `source_alone`.
+    exact_prefix
+        First context tokens that the target reads itself in the mapped setting.
+    max_length
+        Longest input in tokens; what is longer loses tokens on its left. None: the shorter of the
+        two models' limits, so that all settings see the same input.
+    batch_size
+        Continuations of one context that are scored at once.
+
+    Raises
+    ------
+    UsageError
+        A parameter out of range, or a tokenizer with neither BOS nor EOS.
+    IncompatiblePairError
+        The mapper was fitted for other models or another tokenizer.
+    """
+
+    def __init__(
+        self,
+        mapper: KVMapper,
+        source_model: "PreTrainedModel",
+        target_model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        setting: Setting = "mapped",
+        exact_prefix: int = EXACT_PREFIX,
+        max_length: int | None = None,
+        batch_size: int = BATCH_SIZE,
+    ) -> None:
+        super().__init__()
+        if setting not in SETTINGS:
+            raise UsageError(f"setting must be one of {', '.join(SETTINGS)}; found {setting!r}.")
+        source, target = mapper.config.source, mapper.config.target
+        if max_length is None:
+            max_length = min(source.max_positions, target.max_positions)
+        if exact_prefix < 0 or max_length < 1 or batch_size < 1:
+            raise UsageError(
+                "exact_prefix must be at least 0, max_length and batch_size at least 1; found "
+                f"{exact_prefix}, {max_length} and {batch_size}."
+            )
+        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+            raise UsageError(
+                "The tokenizer has neither a BOS nor an EOS token; one must stand for an empty "
+                "context.",
+                "Load the tokenizer from the target model's own directory.",
+            )
+        require_same(source, ModelSpec.from_model(source_model), "source")
+        found = ModelSpec.from_model(target_model)
+        require_same(target, replace(found, tokenizer_digest=tokenizer_digest(tokenizer)), "target")
+        self.mapper, self.source, self.target = mapper, source_model, target_model
+        self.tokenizer = tokenizer
+        self.setting, self.exact_prefix = setting, exact_prefix
+        self.max_length, self.batch_size = max_length, batch_size
+        self._device = self.model.device
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        mapper: str,
+        *,
+        source: str | None = None,
+        target: str | None = None,
+        dtype: str = "auto",
+        device: str | None = None,
+        **options: Any,
+    ) -> "HandoffLM":
+        """Load a mapper and its models by name; `options` as for the class.
+
+        `source` and `target` name the models where they have been moved.
+        """
+        from kvhub.pipeline import load_pair
+
+        loaded = KVMapper.from_pretrained(mapper)
+        config = loaded.config
+        pair = load_pair(
+            source or config.source.model_id, target or config.target.model_id, dtype, device
+        )
+        loaded = loaded.to(pair.target.device)
+        return cls(loaded, pair.source, pair.target, pair.tokenizer, **options)
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
+    ) -> "HandoffLM":
+        """Do `from_pretrained` with the harness' `--model_args`, `--batch_size` and `--device`."""
+        added = {name: value for name, value in (additional_config or {}).items() if value}
+        options = {**added, **arg_dict}
+        options.pop("max_batch_size", None)
+        if "mapper" not in options:
+            raise UsageError(
+                f"The model kvhub needs a mapper; found {sorted(options)}.",
+                "Pass --model_args mapper=NAME.",
+            )
+        if "batch_size" in options:
+            size = str(options["batch_size"])
+            if not size.isdecimal():
+                raise UsageError(f"batch_size must be a whole number; found {size!r}.")
+            options["batch_size"] = int(size)
+        return cls.from_pretrained(**options)
+
+    @classmethod
+    def create_from_arg_string(
+        cls, arg_string: str, additional_config: Mapping[str, Any] | None = None
+    ) -> "HandoffLM":
+        """Do the same with `key=value,key=value`."""
+        from lm_eval.utils import simple_parse_args_string
+
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @property
+    def model(self) -> "PreTrainedModel":
+        """The model that goes on."""
+        return self.source if self.setting == "source_alone" else self.target
+
+    @property
+    def eot_token_id(self) -> int | None:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What an empty context is: BOS, or EOS for a tokenizer without BOS."""
+        bos = self.tokenizer.bos_token_id
+        return self.tokenizer.eos_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return text
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Token ids of a text, with the tokenizer's BOS unless the text begins with it."""
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
+        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        return ids
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log likelihood of whole texts, in nats.
+
+        In the harness' windows nearly every token is continuation, so little of a text is mapped
+        here; `kvhub.evaluation.evaluate` measures perplexity on a mapped prefix.
+        """
+        windows: list[tuple[None, list[int], list[int]]] = []
+        owners = []
+        for owner, request in enumerate(requests):
+            rolling = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for window in rolling:
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(owner)
+        sums = [0.0] * len(requests)
+        # Windows are as long as the models allow: one at a time.
+        answers = self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm, batch_size=1)
+        for owner, (logprob, _) in zip(owners, answers, strict=True):
+            sums[owner] += logprob
+        for request, logprob in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, logprob)
+        return sums
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        """Sum of log probabilities in nats, and whether greedy decoding would write the same."""
+        contexts = [self._truncated(context, text) for _, context, text in requests]
+        answers: dict[int, tuple[float, bool]] = {}
+        with tqdm(total=len(requests), disable=disable_tqdm, desc=f"kvhub {self.setting}") as bar:
+            for context, group in _same(contexts):
+                cache = self._read(context)
+                # Rows of about one length waste little on padding.
+                group.sort(key=lambda index: len(requests[index][2]))
+                step = batch_size or self.batch_size
+                for start in range(0, len(group), step):
+                    rows = group[start : start + step]
+                    texts = [requests[index][2] for index in rows]
+                    scores = self._score(_copies(cache, len(rows)), context[-1], texts)
+                    for index, answer in zip(rows, scores, strict=True):
+                        answers[index] = answer
+                        if requests[index][0] is not None:
+                            self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
+                    bar.update(len(rows))
+        return [answers[index] for index in range(len(requests))]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Write on greedily until one of a request's `until` strings, which is left out.
+
+        Raises
+        ------
+        UsageError
+            A task that samples, or generates more tokens than there is room for.
+        """
+        plans = [self._plan(*request.args) for request in requests]
+        answers: dict[int, str] = {}
+        with tqdm(total=len(requests), disable=disable_tqdm, desc=f"kvhub {self.setting}") as bar:
+            for context, group in _same([context for context, _, _ in plans]):
+                cache = self._read(context)
+                for index in group:
+                    _, until, options = plans[index]
+                    answers[index] = self._write(_copies(cache, 1), context, until, options)
+                    args = requests[index].args
+                    self.cache_hook.add_partial("generate_until", args, answers[index])
+                    bar.update(1)
+        return [answers[index] for index in range(len(requests))]
+
+    def _truncated(self, context: list[int], continuation: list[int]) -> list[int]:
+        """The context, as much of its end as fits."""
+        if not 0 < len(continuation) <= self.max_length:
+            raise UsageError(
+                f"A continuation has {len(continuation)} tokens; expected 1 to {self.max_length}.",
+                "Raise max_length, or leave this task out.",
+            )
+        context = context or [self.prefix_token_id]
+        # The last token of the continuation is predicted but never read.
+        room = self.max_length + 1 - len(continuation)
+        if len(context) > room:
+            logger.warning("A context of %d tokens is cut to its last %d.", len(context), room)
+        return context[-room:]
+
+    def _plan(
+        self, text: str, request: Mapping[str, Any]
+    ) -> tuple[list[int], list[str], dict[str, Any]]:
+        """Context, stop strings and options for `generate`."""
+        options = dict(request)
+        until = options.pop("until", None) or []
+        until = [until] if isinstance(until, str) else list(until)
+        limits = [options.pop(name, None) for name in LIMITS]
+        tokens = int(next((limit for limit in limits if limit is not None), MAX_NEW_TOKENS))
+        temperature = float(options.pop("temperature", None) or 0.0)
+        if options.pop("do_sample", temperature > 0):
+            raise UsageError(
+                f"This task samples ({dict(request)}); expected greedy decoding.",
+                "Pass gen_kwargs do_sample=False to the harness, or leave this task out.",
+            )
+        for name in ("top_k", "top_p"):  # without effect on greedy decoding
+            options.pop(name, None)
+        room = self.max_length - tokens
+        if room < 1:
+            raise UsageError(
+                f"A task generates {tokens} tokens, which leaves no room for its context within "
+                f"max_length {self.max_length}.",
+                "Pass gen_kwargs max_gen_toks=N to the harness, or raise max_length.",
+            )
+        context = self.tok_encode(text) or [self.prefix_token_id]
+        if len(context) > room:
+            logger.warning("A context of %d tokens is cut to its last %d.", len(context), room)
+        return context[-room:], until, {**options, "max_new_tokens": tokens}
+
+    def _read(self, context: Sequence[int]) -> "Cache":
+        """The cache of all context tokens but the last."""
+        ids = torch.tensor([context])
+        if self.setting == "mapped":
+            return prefill_mapped(
+                self.mapper, self.source, self.target, ids, exact_prefix=self.exact_prefix
+            )
+        if len(context) == 1:
+            return build_cache([], [])
+        return cache_of(prefill(self.model, ids[:, :-1].to(self._device), logits_to_keep=1))
+
+    @torch.no_grad()
+    def _score(
+        self, cache: "Cache", last: int, continuations: Sequence[list[int]]
+    ) -> list[tuple[float, bool]]:
+        """Score continuations of one context; the cache has a row for each and is used up."""
+        rows, longest = len(continuations), max(map(len, continuations))
+        # Padding on the right: no token before it attends to it.
+        text = torch.zeros(rows, longest, dtype=torch.long)
+        real = torch.zeros(rows, longest, dtype=torch.bool)
+        for row, continuation in enumerate(continuations):
+            text[row, : len(continuation)] = torch.tensor(continuation)
+            real[row, : len(continuation)] = True
+        text, real = text.to(self._device), real.to(self._device)
+        inputs = torch.cat([text.new_full((rows, 1), last), text[:, :-1]], dim=1)
+        logprobs = torch.zeros(rows, dtype=torch.float64)
+        greedy = torch.ones(rows, dtype=torch.bool)
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        step = max(1, MAX_LOGITS // (rows * vocabulary))
+        for start in range(0, longest, step):
+            span = slice(start, start + step)
+            output = prefill(self.model, inputs[:, span], cache=cache)
+            cache = cache_of(output)
+            logprob, right = _score_tokens(output.logits, text[:, span])
+            logprobs += torch.where(real[:, span], logprob, 0.0).sum(1, dtype=torch.float64).cpu()
+            greedy &= (right | ~real[:, span]).all(1).cpu()
+        if bool(logprobs.isnan().any()):
+            raise VerificationError(
+                f"The log probabilities of a continuation are not numbers ({self.setting}).",
+                "Load the models in bfloat16 or float32.",
+            )
+        return list(zip(logprobs.tolist(), greedy.tolist(), strict=True))
+
+    def _write(
+        self, cache: "Cache", context: Sequence[int], until: list[str], options: Mapping[str, Any]
+    ) -> str:
+        end = self.tokenizer.pad_token_id
+        if self.eot_token_id is not None:
+            until = [*until, str(self.tokenizer.decode(self.eot_token_id))]
+            end = self.eot_token_id if end is None else end
+        output_ids = generate_from(
+            self.model,
+            torch.tensor([context]),
+            cache,
+            **{"do_sample": False, "pad_token_id": end, **options},
+            stopping_criteria=[_StopAtText(self.tokenizer, len(context), until)],
+        )
+        text = str(self.tokenizer.decode(output_ids[0, len(context) :], skip_special_tokens=True))
+        for stop in filter(None, until):
+            text = text.split(stop)[0]
+        return text
+
+
+class _StopAtText(StoppingCriteria):
+    """Stop once the new text of a single row has one of some strings in it."""
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", prompt_tokens: int, stops: Iterable[str]
+    ) -> None:
+        self.tokenizer, self.prompt_tokens = tokenizer, prompt_tokens
+        self.stops = [stop for stop in stops if stop]
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        text = str(self.tokenizer.decode(input_ids[0, self.prompt_tokens :]))
+        found = any(stop in text for stop in self.stops)
+        return torch.tensor([found], device=input_ids.device)
+
+
+def evaluate_tasks(
+    mapper: KVMapper,
+    source_model: "PreTrainedModel",
+    target_model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    tasks: str | Sequence[str | Mapping[str, Any]],
+    *,
+    settings: Sequence[Setting] = SETTINGS,
+    limit: float | None = None,
+    num_fewshot: int | None = None,
+    exact_prefix: int = EXACT_PREFIX,
+    max_length: int | None = None,
+    batch_size: int = BATCH_SIZE,
+    chance: Mapping[str, float] | None = None,
+    **harness_options: Any,
+) -> dict[str, Any]:
+    """Run tasks of the harness in several settings and compare them.
+
+    Parameters
+    ----------
+    mapper, source_model, target_model, tokenizer
+        As for `HandoffLM`.
+    tasks
+        Names, task files or task configs, as the harness takes them.
+    settings
+        Of `SETTINGS`; retention needs `mapped` and `target_alone`.
+    limit
+        Documents per task, or a share of them if below 1.
+    num_fewshot
+        Examples in front of each question; None: the task's own number.
+    exact_prefix, max_length, batch_size
+        As for `HandoffLM`.
+    chance
+        Accuracy of guessing by task, beyond and before those in `CHANCE`.
+    harness_options
+        Passed to `lm_eval.simple_evaluate`, for example `task_manager` or `apply_chat_template`.
+
+    Returns
+    -------
+    results
+        JSON-able, by task and group of tasks:
+
+        - `samples` (None for a group) and `chance` (None where unknown);
+        - `settings`: the harness' metrics by setting, None where it has no number;
+        - `retention`: mapped / target alone, of each metric of which more is better;
+        - `floor_normalized_retention`: (mapped - chance) / (target alone - chance); None where
+          chance is unknown or the target is not above it by 1.96 standard errors.
+
+    Raises
+    ------
+    UsageError
+        A setting is unknown, or see `HandoffLM`.
+    NotFoundError
+        A task is unknown.
+    NetworkError
+        The harness cannot reach a task's data.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    options = {"log_samples": False, **harness_options}
+    models = {
+        setting: HandoffLM(
+            mapper,
+            source_model,
+            target_model,
+            tokenizer,
+            setting=setting,
+            exact_prefix=exact_prefix,
+            max_length=max_length,
+            batch_size=batch_size,
+        )
+        for setting in settings
+    }
+    manager = options.pop("task_manager", None) or TaskManager()
+    wanted = [tasks] if isinstance(tasks, str) else list(tasks)
+    unknown = [
+        task
+        for task in wanted
+        if isinstance(task, str) and task not in manager.all_tasks and not Path(task).is_file()
+    ]
+    if unknown or not wanted:
+        raise NotFoundError(
+            f"The harness has no task {', '.join(unknown) or 'without a name'}.",
+            "See the tasks with: lm_eval ls tasks",
+        )
+    outputs = {}
+    for setting, model in models.items():
+        try:
+            outputs[setting] = simple_evaluate(
+                model=model,
+                tasks=[task if isinstance(task, str) else dict(task) for task in wanted],
+                num_fewshot=num_fewshot,
+                limit=limit,
+                task_manager=manager,
+                **options,
+            )
+        except ConnectionError as error:
+            raise NetworkError(
+                f"The data of {', '.join(map(str, wanted))} cannot be had: {error}",
+                "Go online, unset HF_HUB_OFFLINE, or name tasks whose data is on this machine.",
+            ) from error
+    return {
+        task: _compared(task, outputs, {**CHANCE, **(chance or {})})
+        for task in next(iter(outputs.values()), {"results": {}})["results"]
+    }
+
+
+def _compared(
+    task: str, outputs: Mapping[Setting, Mapping[str, Any]], chances: Mapping[str, float]
+) -> dict[str, Any]:
+    """One task's entry in what `evaluate_tasks` returns."""
+    first = next(iter(outputs.values()))
+    metrics = {
+        setting: {
+            name: _number(value)
+            for name, value in output["results"][task].items()
+            if "," in name  # "metric,filter"; the rest are names and counts
+        }
+        for setting, output in outputs.items()
+    }
+    chance = _chance(task, first, chances)
+    mapped, target = metrics.get("mapped", {}), metrics.get("target_alone", {})
+    more_is_better = first["higher_is_better"].get(task, {})
+    compared = [
+        name for name in mapped if name in target and more_is_better.get(name.split(",")[0]) is True
+    ]
+    samples = first["n-samples"].get(task)
+    return {
+        "samples": None if samples is None else int(samples["effective"]),
+        "chance": chance,
+        "settings": metrics,
+        "retention": {name: _share(mapped[name], target[name], 0.0, 0.0) for name in compared},
+        "floor_normalized_retention": {
+            name: _share(mapped[name], target[name], chance, 1.96 * _stderr(target, name))
+            for name in compared
+        },
+    }
+
+
+def _chance(task: str, output: Mapping[str, Any], chances: Mapping[str, float]) -> float | None:
+    """Accuracy of guessing in a task; in a group if all its tasks agree."""
+    if task in chances:
+        return chances[task]
+    config = output["configs"].get(task, {})
+    if config.get("dataset_path") == "cais/mmlu" and config["output_type"] == "multiple_choice":
+        return chances["mmlu"]
+    parts = output["group_subtasks"].get(task, [])
+    found = {_chance(part, output, chances) for part in parts}
+    return found.pop() if len(found) == 1 else None
+
+
+def _share(
+    mapped: float | None, target: float | None, floor: float | None, noise: float
+) -> float | None:
+    if mapped is None or target is None or floor is None or target - floor <= noise:
+        return None
+    return (mapped - floor) / (target - floor)
+
+
+def _stderr(metrics: Mapping[str, float | None], name: str) -> float:
+    """A metric's standard error, 0 where the harness has none."""
+    metric, kind = name.split(",", 1)
+    return metrics.get(f"{metric}_stderr,{kind}") or 0.0
+
+
+def _number(value: Any) -> float | None:
+    """A float for JSON; the harness writes "N/A" where it has no number."""
+    if isinstance(value, str) or value is None or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _same(contexts: Sequence[list[int]]) -> Iterable[tuple[tuple[int, ...], list[int]]]:
+    """Distinct contexts in order, each with the indices where it stands."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, context in enumerate(contexts):
+        groups.setdefault(tuple(context), []).append(index)
+    return groups.items()
+
+
+def _copies(cache: "Cache", rows: int) -> "DynamicCache":
+    """A new cache with a one-row cache's row `rows` times."""
+    return build_cache(
+        (layer.keys.expand(rows, -1, -1, -1) for layer in cache.layers),
+        (layer.values.expand(rows, -1, -1, -1) for layer in cache.layers),
+    )
+
+
+def _score_tokens(logits: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+    """Log probability of each token in at least float32, and whether it is the most likely."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    logprobs = logits.log_softmax(-1, dtype=dtype).gather(-1, text[..., None])[..., 0]
+    return logprobs, logits.argmax(-1) == text
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
