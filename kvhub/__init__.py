@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from kvhub.evaluation import evaluate
     from kvhub.generation import handoff
     from kvhub.mapper import KVMapper, MapperConfig
-    from kvhub.moments import Statistics
     from kvhub.report import Report
     from kvhub.ridge import fit
     from kvhub.selection import Selection, select_layers
     from kvhub.spec import ModelSpec, RopeSpec
+    from kvhub.stats import Statistics
 
 __version__ = version("kvhub")
 
@@ -31,7 +31,7 @@ _HOME_OF = {
     "Report": "report",
     "RopeSpec": "spec",
     "Selection": "selection",
-    "Statistics": "moments",
+    "Statistics": "stats",
     "calibrate": "calibration",
     "check_pair": "compatibility",
     "compare_pair": "compatibility",

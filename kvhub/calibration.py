@@ -14,10 +14,11 @@ from kvhub.cache import cache_of, prefill, read_cache
 from kvhub.compatibility import require_pair, require_same
 from kvhub.data import TokenBatch
 from kvhub.errors import ConflictError, UsageError, VerificationError
-from kvhub.moments import KINDS, Heads, Moments, Statistics, group_features
+from kvhub.moments import KINDS, Heads, Moments, group_features
 from kvhub.probe import verify_rope
 from kvhub.rope import strip_rope
 from kvhub.spec import ModelSpec, RopeSpec
+from kvhub.stats import Statistics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

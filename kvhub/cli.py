@@ -16,7 +16,6 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="kvhub",
     help="Map one language model's KV cache into another's: fit, evaluate, package, hand off.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -57,6 +56,9 @@ RECIPE_SETTINGS = (
     "length",
     "stride",
 )
+
+# What Typer raises for arguments that it cannot parse; it does not export the class itself.
+PARSER_ERROR: Any = typer.BadParameter.__base__
 
 MapperArgument = Annotated[str, typer.Argument(help="A local name or a directory.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
@@ -409,6 +411,8 @@ def _read_text(path: Path) -> str:
 
 def main() -> None:
     """Run the command; errors are an `Error:` and a `Hint:` line and an exit code."""
+    if len(sys.argv) == 1:
+        sys.argv.append("--help")
     debug = os.environ.get("KVHUB_DEBUG") == "1"
     as_json = "--json" in sys.argv
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -416,13 +420,18 @@ def main() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of the libraries below
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except PARSER_ERROR as error:
+        # Typer would print it in its own form, and nothing at all for --json.
+        command = error.ctx.command_path if error.ctx else "kvhub"
+        console.show_error(UsageError(error.format_message(), f"See: {command} --help"), as_json)
+        sys.exit(UsageError.exit_code)
     except KVHubError as error:
         if debug:
             raise
         console.show_error(error, as_json)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         console.show_error(
             KVHubError("Interrupted.", "The same command resumes an interrupted calibration."),
             as_json,

@@ -83,13 +83,13 @@ def track(description: str) -> Iterator[Callable[[int, int], None]]:
 def show_error(error: KVHubError, as_json: bool) -> None:
     """One `Error:` line and one `Hint:` line on stderr; with --json also an object on stdout."""
     sys.stderr.write(f"Error: {' '.join(error.message.split())}\n")
-    if error.hint:
-        sys.stderr.write(f"Hint: {' '.join(error.hint.split())}\n")
+    hint = error.hint or "See what the command takes with --help."
+    sys.stderr.write(f"Hint: {' '.join(hint.split())}\n")
     if as_json:
         details = {
             "type": type(error).__name__,
             "message": error.message,
-            "hint": error.hint,
+            "hint": hint,
             "exit_code": error.exit_code,
         }
         sys.stdout.write(json.dumps({"error": details}, ensure_ascii=False) + "\n")

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from kvhub.comparison import Comparison, Timing
     from kvhub.mapper import KVMapper
-    from kvhub.moments import Statistics
     from kvhub.report import Report
     from kvhub.ridge import LambdaScale
+    from kvhub.stats import Statistics
 
 __all__ = [
     "FitPlan",
@@ -140,8 +140,8 @@ def fit_mapper(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "KVMa
 
 def _statistics(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "Statistics | None":
     """Read the statistics file if there is one, else calibrate, and write it if one was named."""
-    from kvhub.moments import Statistics
     from kvhub.ridge import require_rows
+    from kvhub.stats import Statistics
 
     source, target = read_spec(plan.source), read_spec(plan.target)
     require_pair(source, target, plan.heads)

@@ -16,7 +16,8 @@ from torch import Tensor
 from kvhub.compatibility import require_pair
 from kvhub.errors import UsageError, VerificationError
 from kvhub.mapper import KVMapper, MapperConfig
-from kvhub.moments import KINDS, Block, Heads, Statistics
+from kvhub.moments import KINDS, Block, Heads
+from kvhub.stats import Statistics
 
 if TYPE_CHECKING:
     from kvhub.selection import Selection

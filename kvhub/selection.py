@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kvhub.errors import UsageError
-from kvhub.moments import KINDS, Block, Statistics
+from kvhub.moments import KINDS, Block
 from kvhub.ridge import regress
+from kvhub.stats import Statistics
 
 __all__ = ["Selection", "probe_scores", "select_layers"]
 

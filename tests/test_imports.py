@@ -29,7 +29,7 @@ LAYERS = [
         *("attention", "cache", "compatibility", "corpus", "data", "estimates"),
         *("models", "probe", "recipe"),
     ],
-    ["mapper", "moments", "package", "store"],
+    ["mapper", "moments", "package", "stats", "store"],
     ["calibration", "generation", "ridge", "selection"],
     [
         *("cards", "comparison", "evaluation", "fidelity", "lm_eval_adapter", "metrics"),
