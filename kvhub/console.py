@@ -1,6 +1,7 @@
 """What people see: tables and results on stdout, progress and errors on stderr."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,7 +72,9 @@ def track(description: str) -> Iterator[Callable[[int, int], None]]:
         TimeRemainingColumn(),
     )
     console = _err()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    # Under torchrun the bars of several ranks would overwrite each other.
+    silent = not console.is_terminal or os.environ.get("RANK", "0") != "0"
+    with Progress(*columns, console=console, disable=silent) as progress:
         task = progress.add_task(description, total=None)
 
         def update(done: int, total: int) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers.utils.logging import tqdm
 
 from kvhub.cache import build_cache, cache_of, prefill
 from kvhub.compatibility import require_same
@@ -37,7 +37,6 @@ try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-    from tqdm import tqdm
 except ModuleNotFoundError as error:
     raise UsageError(
         f"Harness tasks need the package {error.name}, which is not installed.",
@@ -93,7 +92,8 @@ class HandoffLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
     Raises
     ------
     UsageError
-        A parameter out of range, or a tokenizer with neither BOS nor EOS.
+        A parameter out of range; later, a tokenizer with neither BOS nor EOS, or a request that
+        does not fit into `max_length`.
     IncompatiblePairError
         The mapper was fitted for other models or another tokenizer.
     """
@@ -120,12 +120,6 @@ class HandoffLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             raise UsageError(
                 "exact_prefix must be at least 0, max_length and batch_size at least 1; found "
                 f"{exact_prefix}, {max_length} and {batch_size}."
-            )
-        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-            raise UsageError(
-                "The tokenizer has neither a BOS nor an EOS token; one must stand for an empty "
-                "context.",
-                "Load the tokenizer from the target model's own directory.",
             )
         require_same(source, ModelSpec.from_model(source_model), "source")
         found = ModelSpec.from_model(target_model)
@@ -197,13 +191,22 @@ class HandoffLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
     @property
     def eot_token_id(self) -> int | None:
-        return self.tokenizer.eos_token_id
+        token: int | None = self.tokenizer.eos_token_id
+        return token
 
     @property
     def prefix_token_id(self) -> int:
         """What an empty context is: BOS, or EOS for a tokenizer without BOS."""
-        bos = self.tokenizer.bos_token_id
-        return self.tokenizer.eos_token_id if bos is None else bos
+        token: int | None = self.tokenizer.bos_token_id
+        if token is None:
+            token = self.eot_token_id
+        if token is None:
+            raise UsageError(
+                "The tokenizer has neither a BOS nor an EOS token; one must stand for an empty "
+                "context.",
+                "Load the tokenizer from the target model's own directory.",
+            )
+        return token
 
     @property
     def tokenizer_name(self) -> str:
@@ -266,7 +269,10 @@ class HandoffLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
         """Sum of log probabilities in nats, and whether greedy decoding would write the same."""
-        contexts = [self._truncated(context, text) for _, context, text in requests]
+        # The last token of a continuation is predicted but never read.
+        contexts = [
+            self._cut(context, self.max_length + 1 - len(text)) for _, context, text in requests
+        ]
         answers: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc=f"kvhub {self.setting}") as bar:
             for context, group in _same(contexts):
@@ -306,16 +312,15 @@ class HandoffLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
                     bar.update(1)
         return [answers[index] for index in range(len(requests))]
 
-    def _truncated(self, context: list[int], continuation: list[int]) -> list[int]:
-        """The context, as much of its end as fits."""
-        if not 0 < len(continuation) <= self.max_length:
+    def _cut(self, context: list[int], room: int) -> list[int]:
+        """As much of a context's end as there is room for."""
+        if not 0 < room <= self.max_length:
             raise UsageError(
-                f"A continuation has {len(continuation)} tokens; expected 1 to {self.max_length}.",
-                "Raise max_length, or leave this task out.",
+                f"A request leaves room for {room} tokens of context; expected 1 to max_length, "
+                f"{self.max_length}: its continuation is empty or too long.",
+                "Raise max_length, generate fewer tokens, or leave this task out.",
             )
         context = context or [self.prefix_token_id]
-        # The last token of the continuation is predicted but never read.
-        room = self.max_length + 1 - len(continuation)
         if len(context) > room:
             logger.warning("A context of %d tokens is cut to its last %d.", len(context), room)
         return context[-room:]
@@ -337,17 +342,8 @@ class HandoffLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             )
         for name in ("top_k", "top_p"):  # without effect on greedy decoding
             options.pop(name, None)
-        room = self.max_length - tokens
-        if room < 1:
-            raise UsageError(
-                f"A task generates {tokens} tokens, which leaves no room for its context within "
-                f"max_length {self.max_length}.",
-                "Pass gen_kwargs max_gen_toks=N to the harness, or raise max_length.",
-            )
-        context = self.tok_encode(text) or [self.prefix_token_id]
-        if len(context) > room:
-            logger.warning("A context of %d tokens is cut to its last %d.", len(context), room)
-        return context[-room:], until, {**options, "max_new_tokens": tokens}
+        context = self._cut(self.tok_encode(text), self.max_length - tokens)
+        return context, until, {**options, "max_new_tokens": tokens}
 
     def _read(self, context: Sequence[int]) -> "Cache":
         """The cache of all context tokens but the last."""
@@ -395,36 +391,27 @@ class HandoffLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
     def _write(
         self, cache: "Cache", context: Sequence[int], until: list[str], options: Mapping[str, Any]
     ) -> str:
-        end = self.tokenizer.pad_token_id
+        padding = self.tokenizer.pad_token_id
         if self.eot_token_id is not None:
             until = [*until, str(self.tokenizer.decode(self.eot_token_id))]
-            end = self.eot_token_id if end is None else end
+            padding = self.eot_token_id if padding is None else padding
+        until = [stop for stop in until if stop]
+
+        def stopped(ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            written = str(self.tokenizer.decode(ids[0, len(context) :]))
+            return torch.tensor([any(stop in written for stop in until)], device=ids.device)
+
         output_ids = generate_from(
             self.model,
             torch.tensor([context]),
             cache,
-            **{"do_sample": False, "pad_token_id": end, **options},
-            stopping_criteria=[_StopAtText(self.tokenizer, len(context), until)],
+            **{"do_sample": False, "pad_token_id": padding, **options},
+            stopping_criteria=[stopped],
         )
         text = str(self.tokenizer.decode(output_ids[0, len(context) :], skip_special_tokens=True))
-        for stop in filter(None, until):
+        for stop in until:
             text = text.split(stop)[0]
         return text
-
-
-class _StopAtText(StoppingCriteria):
-    """Stop once the new text of a single row has one of some strings in it."""
-
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", prompt_tokens: int, stops: Iterable[str]
-    ) -> None:
-        self.tokenizer, self.prompt_tokens = tokenizer, prompt_tokens
-        self.stops = [stop for stop in stops if stop]
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        text = str(self.tokenizer.decode(input_ids[0, self.prompt_tokens :]))
-        found = any(stop in text for stop in self.stops)
-        return torch.tensor([found], device=input_ids.device)
 
 
 def evaluate_tasks(

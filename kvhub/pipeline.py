@@ -151,13 +151,18 @@ def _statistics(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "Sta
         require_same(statistics.target, target, "target")
         say(f"Using the statistics in {plan.statistics}; no model is loaded.")
         return statistics
+    import torch
+
     from kvhub.calibration import calibrate
     from kvhub.data import describe, token_batches
 
     features = plan.top_k * source.kv_dim // (1 if plan.heads == "all" else target.kv_heads)
     require_rows(0.9 * plan.sequences * plan.length / plan.stride, features, plan.top_k)
     rank, world_size = _join_ranks()
-    pair = load_pair(plan.source, plan.target, plan.dtype, plan.device)
+    device = plan.device
+    if device is None and world_size > 1 and torch.cuda.is_available():
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    pair = load_pair(plan.source, plan.target, plan.dtype, device)
     batches = token_batches(
         pair.tokenizer,
         plan.data,
@@ -181,6 +186,8 @@ def _statistics(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "Sta
             checkpoint=work_path(plan.name).with_name(f"{plan.name}.calibration"),
             progress=progress,
         )
+    if world_size > 1:
+        torch.distributed.destroy_process_group()
     if rank > 0:
         return None
     if plan.statistics is not None:

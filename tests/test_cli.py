@@ -1,6 +1,7 @@
 """The command line: exit codes, one error and one hint line, JSON, and nothing lost half way."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -310,6 +311,27 @@ def test_every_command_shows_an_example(kvhub):
     assert len(commands) == 10
     for command in commands:
         assert f"Example: kvhub {command}" in " ".join(kvhub(command, "--help").out.split())
+
+
+@pytest.mark.slow
+def test_torchrun_shares_the_calibration(kvhub, pair):
+    """Two processes give the mapper of one; only the first of them writes it."""
+    assert kvhub(*fit_arguments(pair, "one")).code == 0
+    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0")
+    arguments = [*ranks, "-m", "kvhub", *map(str, fit_arguments(pair, "two")), "--json"]
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["name"] == "two"
+    one, two = (KVMapper.from_pretrained(name).tensors() for name in ("one", "two"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-4)
+    assert not list(home().glob("work/*"))
 
 
 def test_the_installed_command_works_from_anywhere(tmp_path):

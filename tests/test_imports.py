@@ -35,10 +35,11 @@ LAYERS = [
         *("cards", "comparison", "evaluation", "fidelity", "lm_eval_adapter", "metrics"),
         *("pipeline", "plots"),
     ],
-    ["exporters", "pipeline"],
+    ["exporters"],
     ["console"],
     ["tables"],
     ["cli"],
+    ["__main__"],
 ]
 # Allowed all the same, but inside a function only: writing a package writes its card.
 UPWARDS_INSIDE_FUNCTIONS = {("package", "cards")}
@@ -166,7 +167,7 @@ def test_third_party_packages_stay_in_their_modules(module):
 
 def test_nothing_imports_the_command_line():
     importers = [m for m in MODULES for found in imports(m) if own(found.target) == "cli"]
-    assert importers == []
+    assert importers == ["__main__"]
 
 
 def test_modules_do_not_import_each_other_in_circles():

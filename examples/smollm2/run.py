@@ -16,10 +16,7 @@ The Amazon is the largest rainforest in the world. It covers about 5.5 million s
 most of it in Brazil, and smaller parts in Peru, Colombia, Venezuela, Ecuador and Bolivia. The \
 forest is home to more species of plants and animals than any other place on land. Its rivers \
 carry more water than those of any other basin, and the largest of them, the Amazon River, flows \
-from the Andes to the Atlantic Ocean.
-
-Question: In which country does most of the Amazon rainforest lie?
-Answer:"""
+from the Andes to the Atlantic Ocean. In short, most of the forest lies in the country of"""
 
 
 def run(*command: str) -> None:
@@ -32,13 +29,13 @@ def run(*command: str) -> None:
 def main() -> None:
     started = time.monotonic()
     OUTPUT.mkdir(exist_ok=True)
-    (OUTPUT / "question.txt").write_text(PROMPT, encoding="utf-8")
+    (OUTPUT / "prompt.txt").write_text(PROMPT, encoding="utf-8")
     statistics = "demo-output/smollm2.statistics"
     run("kvhub", "check", "smollm2")
     run("kvhub", "fit", "smollm2", "--overwrite", "--statistics", statistics)
     run("kvhub", "evaluate", "smollm2")
-    question = ("--prompt-file", "demo-output/question.txt", "--max-new-tokens", "24")
-    run("kvhub", "handoff", "smollm2", *question)
+    prompt = ("--prompt-file", "demo-output/prompt.txt", "--max-new-tokens", "24")
+    run("kvhub", "handoff", "smollm2", *prompt)
     run("kvhub", "bench", "smollm2", "--lengths", "256,1024,2048", "--repeats", "3")
     print("\nAnother number of source layers from the same statistics, with no model loaded:")
     matched = ("--name", "smollm2-matched", "--heads", "matched", "--top-k", "8", "--overwrite")
