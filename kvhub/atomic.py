@@ -4,6 +4,7 @@ A directory is built beside its place and renamed into it. Replacing one takes t
 POSIX has no portable exchange; `recover` undoes a replacement that was killed between them.
 """
 
+import glob
 import os
 import shutil
 import tempfile
@@ -47,7 +48,7 @@ def new_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 def recover(path: Path) -> None:
     """Put back a directory whose replacement was killed half way, and drop what it left over."""
-    for old in sorted(path.parent.glob(f".{path.name}{REPLACED}*")):
+    for old in sorted(path.parent.glob(f".{glob.escape(path.name)}{REPLACED}*")):
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:

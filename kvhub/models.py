@@ -40,18 +40,34 @@ def torch_dtype(name: str, device: str = "cpu") -> torch.dtype:
 def load_model(
     model_id: str, *, revision: str | None = None, dtype: str = "auto", device: str | None = None
 ) -> "PreTrainedModel":
-    """A causal language model in evaluation mode.
+    """A language model in evaluation mode; of a multimodal one, with its wrapper (Ministral 3).
 
     Raises
     ------
     NotFoundError, AuthError, NetworkError
         It cannot be had.
+    UsageError
+        It is not a model that writes text.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
 
     device = device or default_device()
+    config = _load(AutoConfig, model_id, revision=revision)
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        loader = AutoModelForCausalLM
+    elif type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        loader = AutoModelForImageTextToText
+    else:
+        raise UsageError(
+            f"{model_id} is a {config.model_type}; expected a model that writes text.",
+            "Give a decoder-only language model of transformers.",
+        )
     model: PreTrainedModel = _load(
-        AutoModelForCausalLM, model_id, revision=revision, dtype=torch_dtype(dtype, device)
+        loader, model_id, revision=revision, dtype=torch_dtype(dtype, device)
     )
     return model.to(torch.device(device)).eval()
 

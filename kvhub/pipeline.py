@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvhub.atomic import recover
 from kvhub.compatibility import Heads, require_pair, require_same
 from kvhub.errors import ConflictError, UsageError
 from kvhub.recipe import locate_model
@@ -100,6 +101,7 @@ def fit_mapper(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "KVMa
         Too few tokens for the features.
     """
     path = mapper_path(plan.name)
+    recover(path)
     if path.exists() and not plan.overwrite:
         raise ConflictError(
             f"There is a mapper {plan.name!r} already: {path}.",
