@@ -18,6 +18,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -297,7 +298,7 @@ class HandoffLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         Raises
         ------
         UsageError
-            A task that samples, or generates more tokens than there is room for.
+            A task that samples or searches with beams, or generates more tokens than there is room for.
         """
         plans = [self._plan(*request.args) for request in requests]
         answers: dict[int, str] = {}
@@ -335,10 +336,11 @@ class HandoffLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         limits = [options.pop(name, None) for name in LIMITS]
         tokens = int(next((limit for limit in limits if limit is not None), MAX_NEW_TOKENS))
         temperature = float(options.pop("temperature", None) or 0.0)
-        if options.pop("do_sample", temperature > 0):
+        beams = int(options.pop("num_beams", None) or 1)
+        if options.pop("do_sample", temperature > 0) or beams > 1:
             raise UsageError(
-                f"This task samples ({dict(request)}); expected greedy decoding.",
-                "Pass gen_kwargs do_sample=False to the harness, or leave this task out.",
+                f"A task decodes with {dict(request)}; expected greedy decoding.",
+                "Pass gen_kwargs do_sample=False,num_beams=1, or leave this task out.",
             )
         for name in ("top_k", "top_p"):  # without effect on greedy decoding
             options.pop(name, None)
@@ -582,9 +584,7 @@ def _stderr(metrics: Mapping[str, float | None], name: str) -> float:
 
 def _number(value: Any) -> float | None:
     """A float for JSON; the harness writes "N/A" where it has no number."""
-    if isinstance(value, str) or value is None or not math.isfinite(value):
-        return None
-    return float(value)
+    return float(value) if isinstance(value, Real) and math.isfinite(value) else None
 
 
 def _same(contexts: Sequence[list[int]]) -> Iterable[tuple[tuple[int, ...], list[int]]]:

@@ -143,10 +143,12 @@ def fit_mapper(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "KVMa
 def _statistics(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "Statistics | None":
     """Read the statistics file if there is one, else calibrate, and write it if one was named."""
     from kvhub.ridge import require_rows
+    from kvhub.selection import require_top_k
     from kvhub.stats import Statistics
 
     source, target = read_spec(plan.source), read_spec(plan.target)
     require_pair(source, target, plan.heads)
+    require_top_k(plan.top_k, source.num_layers)
     if plan.statistics is not None and plan.statistics.exists():
         statistics = Statistics.load(plan.statistics)
         require_same(statistics.source, source, "source")

@@ -15,7 +15,7 @@ from kvhub.moments import KINDS, Block
 from kvhub.ridge import regress
 from kvhub.stats import Statistics
 
-__all__ = ["Selection", "probe_scores", "select_layers"]
+__all__ = ["Selection", "probe_scores", "require_top_k", "select_layers"]
 
 GREEDY_LAMBDA = 1e-3  # relative ridge penalty of the regressions that greedy selection compares
 
@@ -110,6 +110,15 @@ def _probe_statistics(statistics: Statistics) -> Statistics:
     return statistics
 
 
+def require_top_k(top_k: int, source_layers: int) -> None:
+    """Raise UsageError unless so many source layers can be chosen."""
+    if not 1 <= top_k <= source_layers:
+        raise UsageError(
+            f"top_k must be between 1 and the source's {source_layers} layers; found {top_k}.",
+            "Choose another --top-k.",
+        )
+
+
 def select_layers(
     statistics: Statistics,
     top_k: int,
@@ -140,11 +149,7 @@ def select_layers(
         `top_k` is out of range, or no tokens were held out.
     """
     source, target = statistics.source, statistics.target
-    if not 1 <= top_k <= source.num_layers:
-        raise UsageError(
-            f"top_k must be between 1 and the source's {source.num_layers} layers; found {top_k}.",
-            "Lower --top-k.",
-        )
+    require_top_k(top_k, source.num_layers)
     if getattr(statistics, scored_on)["keys"].tokens == 0:
         raise UsageError(
             f"No {scored_on} tokens in these statistics.", "Calibrate on at least 10 sequences."

@@ -326,9 +326,9 @@ def test_continuations_that_cannot_be_scored_are_refused(adapted, continuation):
 
 def test_requests_that_cannot_be_generated_are_refused(adapted):
     model = adapted(max_length=8)
-    for sampled in ({"do_sample": True}, {"temperature": 0.7}):
+    for other in ({"do_sample": True}, {"temperature": 0.7}, {"num_beams": 2}):
         with pytest.raises(UsageError, match="expected greedy decoding"):
-            model.generate_until(requests([("Bees", {"max_gen_toks": 2, **sampled})]))
+            model.generate_until(requests([("Bees", {"max_gen_toks": 2, **other})]))
     with pytest.raises(UsageError, match="expected 1 to max_length, 8"):
         model.generate_until(requests([("Bees", {"max_gen_toks": 8})]))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvhub import ModelSpec
 from kvhub import recipe as recipes
 from kvhub.cache import cache_of, prefill
 from kvhub.corpus import kind_of
@@ -29,7 +30,7 @@ OTHERS = {
     "qwen3-1.7b-to-4b": 12,
     "smollm2": 8,
     "tiny-large-to-middle": 4,
-    "tiny-middle-to-large": 4,
+    "tiny-middle-to-large": 3,
     "tiny-small-to-large": 4,
 }
 
@@ -58,6 +59,8 @@ def test_a_recipe_can_be_used_as_it_is(recipe):
         value = getattr(recipe, field)
         assert value in get_args(kind) if get_args(kind) else type(value) is kind, field
     assert min(recipe.top_k, recipe.sequences, recipe.length, recipe.stride) >= 1
+    if recipe.name.startswith("tiny"):
+        assert recipe.top_k <= ModelSpec.from_pretrained(recipe.locate_models()[0]).num_layers
     assert recipe.ridge_lambda == 1e-3
     assert kind_of(recipe.data) == ("built-in" if recipe.local else "dataset")
     assert recipe.source != recipe.target
