@@ -19,7 +19,7 @@ target = load_model(locate_model(mapper.config.target.model_id))
 tokenizer = load_tokenizer(locate_model(mapper.config.target.model_id))
 
 # A module of the standard library that neither model was trained on.
-prompt = Path(textwrap.__file__).read_text(encoding="utf-8")[:1500]
+prompt = Path(textwrap.__file__).read_text(encoding="utf-8")[:1000]
 ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
 
 # The source reads the prompt and writes a little; its cache comes back with the text.

@@ -23,8 +23,8 @@ def main() -> None:
     started = time.monotonic()
     OUTPUT.mkdir(exist_ok=True)
     # The first lines of a module that the embedded models never saw in training.
-    source = Path(textwrap.__file__).read_text(encoding="utf-8")
-    (OUTPUT / "prompt.py").write_text(source[:1500], encoding="utf-8")
+    lines = Path(textwrap.__file__).read_text(encoding="utf-8").splitlines(keepends=True)
+    (OUTPUT / "prompt.py").write_text("".join(lines[:24]), encoding="utf-8")
 
     run("kvhub", "check", MAPPER)
     run("kvhub", "fit", MAPPER, "--overwrite")
@@ -32,7 +32,7 @@ def main() -> None:
     run("kvhub", "info", MAPPER)
     run("kvhub", "verify", MAPPER)
     prompt = "demo-output/prompt.py"
-    run("kvhub", "handoff", MAPPER, "--prompt-file", prompt, "--max-new-tokens", "40")
+    run("kvhub", "handoff", MAPPER, "--prompt-file", prompt, "--max-new-tokens", "28")
     run("kvhub", "bench", MAPPER, "--lengths", "256,1024")
     run("python", "examples/02_load_and_hand_off.py", MAPPER)
 

@@ -318,7 +318,7 @@ def test_every_command_shows_an_example(kvhub):
 def test_torchrun_shares_the_calibration(kvhub, pair):
     """Two processes give the mapper of one; only the first of them writes it."""
     assert kvhub(*fit_arguments(pair, "one")).code == 0
-    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0")
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     arguments = [*ranks, "-m", "kvhub", *map(str, fit_arguments(pair, "two")), "--json"]
     done = subprocess.run(
         [sys.executable, *arguments],
