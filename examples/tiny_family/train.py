@@ -1,18 +1,21 @@
 """Train the embedded family: three small Qwen3 language models with one tokenizer.
 
-    python examples/tiny_family/train.py            # everything, about two hours on two cores
+    python examples/tiny_family/train.py            # everything, about an hour on one core
     python examples/tiny_family/train.py large      # one stage: tokenizer, large, middle or small
 
 The text is the Python standard library's own source, which every machine with Python has.
-`HELD_OUT` modules never enter training, so that evaluation on them is honest.
+`HELD_OUT` modules never enter training, so that evaluation on them is honest; `measure.py` says
+how good each model is on them.
 
 - `large`: 8 layers, width 192, trained from scratch.
-- `middle`: `large` without its layers 1, 2, 3, 5 and 6, then distilled from `large` (the way Ministral 3
-  was made), so its cache is close to its parent's: the easy pair.
+- `middle`: `large` without its layers 1, 2, 3, 5 and 6, then distilled from `large` (the way
+  Ministral 3 was made), so its cache is related to its parent's: the easy pair.
 - `small`: 4 layers, width 96, trained from scratch by itself with another seed, so its cache
   has nothing in common with `large`'s but the data: the hard pair.
 
-All have 2 KV heads of 32, QK-norm and the same RoPE. Weights are stored in float16.
+All have 2 KV heads of 32, QK-norm and the same RoPE. Weights are stored in float16. The models in
+this folder were made with Python 3.11 and torch 2.13 on one thread; another Python has other
+sources, and so gives other weights.
 """
 
 import math
