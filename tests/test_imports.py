@@ -33,7 +33,7 @@ LAYERS = [
     ["calibration", "generation", "ridge", "selection"],
     [
         *("cards", "comparison", "evaluation", "fidelity", "lm_eval_adapter", "metrics"),
-        *("pipeline", "plots"),
+        *("lm_eval_tasks", "pipeline", "plots"),
     ],
     ["exporters"],
     ["console"],
@@ -55,7 +55,7 @@ ONLY_IN = {
     "datasets": {"corpus"},
     "pyarrow": {"corpus"},
     "matplotlib": {"plots"},
-    "lm_eval": {"lm_eval_adapter"},
+    "lm_eval": {"lm_eval_adapter", "lm_eval_tasks"},
     "onnx": {"exporters"},
     "triton": {"exporters"},
     "tensorrt_llm": {"exporters"},

@@ -13,7 +13,7 @@ from tiny import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvhub import KVMapper
+from kvhub import KVMapper, handoff
 from kvhub.cache import cache_of, prefill
 from kvhub.errors import (
     IncompatiblePairError,
@@ -28,8 +28,9 @@ pytest.importorskip("lm_eval")
 import lm_eval
 from lm_eval.tasks import TaskManager
 
-from kvhub import lm_eval_adapter
-from kvhub.lm_eval_adapter import SETTINGS, HandoffLM, evaluate_tasks
+from kvhub import lm_eval_adapter, lm_eval_tasks
+from kvhub.lm_eval_adapter import SETTINGS, HandoffLM
+from kvhub.lm_eval_tasks import evaluate_tasks
 
 VOCABULARY = 320
 QUESTIONS = [
@@ -174,9 +175,10 @@ def count_calls(mapper):
 
 
 @pytest.mark.parametrize("setting", ["target_alone", "source_alone"])
-def test_alone_settings_score_like_one_forward(adapted, setting):
+def test_alone_settings_score_like_one_forward(adapted, source, target, setting):
     model = adapted(setting)
-    expected = [direct(model.model, *ids) for ids in encoded(model)]
+    scorer = source if setting == "source_alone" else target
+    expected = [direct(scorer, *ids) for ids in encoded(model)]
     assert_same_scores(model.loglikelihood(requests(PAIRS), disable_tqdm=True), expected)
 
 
@@ -202,6 +204,30 @@ def test_alone_settings_are_the_harness_own_model(adapted, setting, bos, max_len
     )
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_generation_is_greedy_and_ends_at_the_first_stop(adapted, source, target, setting):
+    model = adapted(setting)
+    tokenizer, text = model.tokenizer, PAIRS[2][0]
+    ids = torch.tensor([tokenizer.encode(text)])
+    options = {"max_new_tokens": 16, "do_sample": False}
+    if setting == "mapped":
+        written = handoff(model.mapper, source, target, ids, **options)
+    else:
+        alone = source if setting == "source_alone" else target
+        written = alone.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    free = tokenizer.decode(written[0, ids.shape[1] :])
+    stop = free[3:5]
+    asked = [(text, {"until": until, "max_gen_toks": 16}) for until in ([], ["no", stop], stop)]
+    steps = []
+    hook = model.model.register_forward_hook(lambda *_: steps.append(1))
+    found = model.generate_until(requests(asked[:1]), disable_tqdm=True)
+    unstopped = len(steps)
+    found += model.generate_until(requests(asked[1:]), disable_tqdm=True)
+    hook.remove()
+    assert found == [free] + 2 * [free.split(stop)[0]]
+    assert len(steps) - unstopped < 2 * unstopped - 10
+
+
 @pytest.mark.parametrize("setting", ["target_alone", "source_alone"])
 def test_generation_is_the_harness_own_model(adapted, tokenizer, setting):
     model = adapted(setting, max_length=40)
@@ -210,7 +236,7 @@ def test_generation_is_the_harness_own_model(adapted, tokenizer, setting):
     assert len(free) > 4
     asked = [
         (PAIRS[2][0], {"until": [], "max_gen_toks": 16, "do_sample": False, "temperature": 0.0}),
-        (PAIRS[2][0], {"until": [free[3:5]], "max_gen_toks": 16}),
+        (PAIRS[2][0], {"until": [free[3:5]], "max_gen_toks": 16, "num_beams": 1}),
         (PAIRS[6][0], {"until": ["\n\n", "?"], "max_new_tokens": 30}),
     ]
     expected = reference.generate_until(requests(asked), disable_tqdm=True)
@@ -405,7 +431,7 @@ def harness(tmp_path, monkeypatch):
     for number, task in enumerate(tasks):
         # JSON is YAML.
         (folder / f"{number}.yaml").write_text(json.dumps(task), encoding="utf-8")
-    return TaskManager(include_path=folder, include_defaults=False)
+    return TaskManager(include_path=str(folder), include_defaults=False)
 
 
 def accuracy(score, normalized=False):
@@ -433,7 +459,7 @@ def test_a_task_from_local_text_runs_through_the_harness(
         chance={"local_choice": 0.0},
         task_manager=harness,
     )
-    assert list(found) == ["local_choice", "local_answer"]
+    assert set(found) == {"local_choice", "local_answer"}
     choice = found["local_choice"]
     assert (choice["samples"], choice["chance"]) == (len(QUESTIONS), 0.0)
     assert list(choice["settings"]) == list(SETTINGS)
@@ -500,7 +526,7 @@ def outputs(**accuracies):
 
 
 def test_retention_is_of_the_targets_score_and_of_its_distance_to_chance():
-    found = lm_eval_adapter._compared(
+    found = lm_eval_tasks._compared(
         "quiz", outputs(mapped=(0.45, 0.01), target_alone=(0.5, 0.01)), {"quiz": 0.25}
     )
     assert found["retention"] == {"acc,none": pytest.approx(0.9)}
@@ -513,7 +539,7 @@ def test_retention_is_of_the_targets_score_and_of_its_distance_to_chance():
 )
 def test_floor_normalized_retention_needs_a_target_above_a_known_chance(target_alone, chance):
     chances = {} if chance is None else {"quiz": chance}
-    found = lm_eval_adapter._compared(
+    found = lm_eval_tasks._compared(
         "quiz", outputs(mapped=(0.25, 0.01), target_alone=target_alone), chances
     )
     assert found["floor_normalized_retention"] == {"acc,none": None}
@@ -521,7 +547,7 @@ def test_floor_normalized_retention_needs_a_target_above_a_known_chance(target_a
 
 
 def test_scores_that_the_harness_has_not_are_none():
-    found = lm_eval_adapter._compared(
+    found = lm_eval_tasks._compared(
         "quiz", outputs(mapped=(float("nan"), "N/A"), target_alone=(0.0, "N/A")), {"quiz": 0.0}
     )
     assert found["settings"]["mapped"] == {"acc,none": None, "acc_stderr,none": None}
@@ -554,8 +580,8 @@ def test_chance_of_a_group_is_that_of_its_tasks():
         "unknown": None,
         "mmlu_generated": None,
     }
-    chances = lm_eval_adapter.CHANCE
-    assert {task: lm_eval_adapter._chance(task, output, chances) for task in expected} == expected
+    chances = lm_eval_tasks.CHANCE
+    assert {task: lm_eval_tasks._chance(task, output, chances) for task in expected} == expected
 
 
 def test_the_harness_loads_a_mapper_by_name(tmp_path, source, target, tokenizer, harness):
