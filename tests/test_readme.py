@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def blocks(language):
 
 def commands():
     lines = "\n".join(blocks("sh")).splitlines()
-    return [shlex.split(line, comments=True) for line in lines]
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
 
 
 @pytest.mark.slow
@@ -63,6 +64,8 @@ def test_other_commands_name_real_options(capsys, monkeypatch):
         if command[0] == "make":
             makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
             assert f"\n{command[1]}:" in makefile
+        elif command[:2] == ["python", "-m"]:
+            assert find_spec(command[2]) is not None
         elif not any("tiny" in word for word in command):
             monkeypatch.setattr(sys, "argv", command)
             with pytest.raises(SystemExit) as stopped:
