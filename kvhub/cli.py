@@ -42,21 +42,6 @@ class Method(str, Enum):
     greedy = "greedy"
 
 
-# What a recipe decides about a fit.
-RECIPE_SETTINGS = (
-    "name",
-    "source",
-    "target",
-    "top_k",
-    "heads",
-    "ridge_lambda",
-    "lambda_scale",
-    "data",
-    "sequences",
-    "length",
-    "stride",
-)
-
 # What Typer raises for arguments that it cannot parse; it does not export the class itself.
 PARSER_ERROR: Any = typer.BadParameter.__base__
 
@@ -167,6 +152,8 @@ def fit(
 
     Example: kvhub fit --source Qwen/Qwen3-0.6B --target Qwen/Qwen3-1.7B --name mine --data my.jsonl
     """
+    from dataclasses import fields
+
     from kvhub.pipeline import FitPlan, fit_mapper
     from kvhub.recipe import load_recipe
     from kvhub.store import mapper_path
@@ -175,7 +162,8 @@ def fit(
     if recipe is not None:
         known = load_recipe(recipe)
         known.locate_models()
-        settings = {key: getattr(known, key) for key in RECIPE_SETTINGS}
+        decided = {field.name for field in fields(FitPlan)}
+        settings = {key: value for key, value in vars(known).items() if key in decided}
     given = {
         "name": name,
         "source": source,
