@@ -1,7 +1,9 @@
 """How long each step takes beside the bare operations that it cannot do without."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,12 +18,12 @@ from common import (
     smollm2_pair,
 )
 from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
 from kvhub import KVMapper, ModelSpec, Selection, Statistics, fit, select_layers
 from kvhub.cache import build_cache, prefill
 from kvhub.mapper import tensor_shapes
 from kvhub.moments import KINDS, Moments, group_features
-from kvhub.selection import probe_scores
 
 ROWS = 1024
 TOP_K, OTHER_TOP_K = 8, 4
@@ -91,13 +93,17 @@ def closed_form() -> Iterator[Result]:
         )
 
 
-def synthetic_statistics() -> Statistics:
+def synthetic_statistics(target_layers: int | None = None) -> Statistics:
     """Statistics of the SmolLM2 pair's shape, ill-conditioned as real ones are.
 
     Neighbouring numbers of the data would be nearly dependent: variances fall by 1e6 over 512
     common factors, which leave 1 % of the variance to each feature itself.
     """
     source, target = smollm2_pair()
+    if target_layers is not None:
+        target = replace(
+            target, num_layers=target_layers, layer_types=target.layer_types[:target_layers]
+        )
     statistics = Statistics.empty(source, target)
     generator = torch.Generator().manual_seed(0)
 
@@ -126,26 +132,18 @@ def synthetic_statistics() -> Statistics:
 
 
 def greedy_selection() -> Iterator[Result]:
-    """Greedy selection for one target layer, times the target's layers; information only."""
-    statistics = synthetic_statistics().matched()
-    layers = statistics.target.num_layers
-    time = seconds(lambda: forward_selection(statistics, TOP_K))
+    """Greedy selection for a target of one layer, times the real target's; information only."""
+    statistics = synthetic_statistics(target_layers=1)
+    layers = smollm2_pair()[1].num_layers
+    time = seconds(lambda: select_layers(statistics, TOP_K, method="greedy"))
     yield Result(
-        f"Greedy selection, k={TOP_K}: SmolLM2 pair",
+        f"Greedy selection, k={TOP_K}: SmolLM2 pair, extrapolated",
         "2 min on one core",
         f"one target layer {duration(time)}, so {layers} take {duration(layers * time)}",
         layers * time,
         None,
         "s",
     )
-
-
-def forward_selection(statistics: Statistics, top_k: int) -> list[int]:
-    from kvhub.selection import _forward_selection, _score
-
-    layers = range(statistics.source.num_layers)
-    single = torch.tensor([_score(statistics, "held_out", [layer], 0, 0.0) for layer in layers])
-    return _forward_selection(statistics, top_k, 0, single, "held_out")
 
 
 def random_mapper(source: ModelSpec, target: ModelSpec, heads: str) -> KVMapper:
@@ -157,31 +155,64 @@ def random_mapper(source: ModelSpec, target: ModelSpec, heads: str) -> KVMapper:
     return KVMapper(config, tensors)
 
 
-def random_cache(spec: ModelSpec, tokens: int) -> "DynamicCache":
+def random_cache(spec: ModelSpec, tokens: int) -> DynamicCache:
     shape = (spec.num_layers, 1, spec.kv_heads, tokens, spec.head_dim)
     return build_cache(torch.randn(shape), torch.randn(shape))
 
 
 def bare_products(mapper: KVMapper, tokens: int) -> Callable[[], None]:
-    """The matrix products of a mapping and nothing else: no gather, RoPE, bias, check or cache."""
-    _, groups, features, outputs = mapper.key_weight.shape
-    gathered = torch.randn(groups, tokens, features)
-    product = torch.empty(groups, tokens, outputs)
+    """The matrix products of a mapping and nothing else: no gather, RoPE, bias, check or cache.
+
+    Every target layer has inputs and an output of its own, as it has in a mapping; one buffer for
+    all would stay in the processor's cache and be no measure of anything.
+    """
+    layers, groups, features, outputs = mapper.key_weight.shape
+    gathered = torch.randn(layers, groups, tokens, features)
+    product = torch.empty(layers, groups, tokens, outputs)
 
     def run() -> None:
         for weights in (mapper.key_weight, mapper.value_weight):
-            for weight in weights:
-                torch.bmm(gathered, weight, out=product)
+            for layer, weight in enumerate(weights):
+                torch.bmm(gathered[layer], weight, out=product[layer])
 
     return run
 
 
 def mapping() -> Iterator[Result]:
+    """A mapping against the products it needs, and against the target's prefill."""
+    prefill_model = smollm2_model()
     cases = [
-        ("SmolLM2 pair", smollm2_pair(), "all", ((256, 7), (1024, 5), (4096, 3))),
-        ("SmolLM2 pair", smollm2_pair(), "matched", ((256, 9), (1024, 7), (4096, 5))),
-        ("Qwen3 0.6B to 1.7B", qwen3_pair(), "all", ((256, 3), (1024, 1))),
-        ("Qwen3 0.6B to 7 layers of 1.7B", qwen3_pair(7), "all", ((4096, 1))),
-        ("Qwen3 0.6B to 1.7B", qwen3_pair(), "matched", ((256, 5), (1024, 3), (4096, 1))),
+        ("SmolLM2 pair", smollm2_pair(), "all", {256: 7, 1024: 5, 4096: 3}),
+        ("SmolLM2 pair", smollm2_pair(), "matched", {256: 9, 1024: 7, 4096: 5}),
+        ("Qwen3 0.6B to 7 layers of 1.7B", qwen3_pair(7), "all", {256: 3, 1024: 3}),
+        ("Qwen3 0.6B to 1.7B", qwen3_pair(), "matched", {256: 5, 1024: 3}),
     ]
-    ...
+    for name, (source, target), heads, lengths in cases:
+        mapper = random_mapper(source, target, heads)
+        for tokens, repeats in lengths.items():
+            cache = random_cache(source, tokens)
+            found = compare(partial(mapper, cache), bare_products(mapper, tokens), repeats)
+            yield Result(
+                f"Mapping, {name}, {heads} heads, {tokens} tokens",
+                EXPECTED_MAPPING[heads],
+                f"{found} of bare products",
+                found.ratio,
+                1.5,
+            )
+            if name == "SmolLM2 pair" and tokens == 1024:
+                ids = torch.randint(0, target.vocab_size, (1, tokens))
+                read = partial(prefill, prefill_model, ids, logits_to_keep=1)
+                found = compare(partial(mapper, cache), read, 3)
+                yield Result(
+                    f"Mapping against prefill, {name}, {heads} heads, {tokens} tokens",
+                    EXPECTED_PREFILL[heads],
+                    f"{found} of prefilling again",
+                    found.ratio,
+                    0.5,
+                )
+
+
+def smollm2_model() -> PreTrainedModel:
+    """A model of SmolLM2-135M's shape with random weights: its time is that of the real one."""
+    config = LlamaConfig.from_dict(SMOLLM2)
+    return AutoModelForCausalLM.from_config(config).eval()

@@ -149,7 +149,7 @@ def time_handoff(
         def map_alone(cache: Any = on_mapper) -> Any:
             return mapper(cache)
 
-        actions = (map_alone, hand_over, read_again)
+        actions: tuple[Callable[[], Any], ...] = (map_alone, hand_over, read_again)
         times: list[list[float]] = [[] for _ in actions]
         for repeat in range(repeats + 1):
             for action, measured in zip(actions, times, strict=True):

@@ -27,7 +27,7 @@ __all__ = ["KVMapper", "MapperConfig", "tensor_shapes"]
 
 SCHEMA_VERSION = 1
 WORKSPACE_BYTES = 256 * 2**20  # bound on what mapping allocates besides its result
-CPU_ROWS = 256  # tokens at once on a CPU: few enough for its caches, enough to read weights rarely
+CPU_ROWS = 512  # tokens at once on a CPU: few enough for its caches, enough per pass over weights
 
 
 @dataclass(frozen=True)
@@ -244,32 +244,42 @@ class KVMapper(nn.Module):
         """Map values; shapes as in `map_keys`."""
         return self._map(values, self.value_weight, self.value_bias)
 
-    def _map(self, states: Tensor, weights: Tensor, biases: Tensor) -> Tensor:
-        """X W + b of every target layer."""
-        _, batch, _, tokens, _ = states.shape
+    def _map(
+        self, states: Tensor, weights: Tensor, biases: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """X W + b of every target layer, written to `out` if given."""
+        layers, batch, _, tokens, head_dim = states.shape
         target = self.config.target
-        groups = weights.shape[1]
+        groups, _, outputs = weights.shape[1:]
         # CPUs emulate half precision in matrix products, slowly and no more exactly.
         dtype = torch.promote_types(weights.dtype, torch.float32)
         if states.is_cuda:
             dtype = weights.dtype
-        # Per source layer, what each of a group's heads adds to the features:
-        # [groups, batch, tokens, head_dim].
-        grouped = states.to(dtype).transpose(1, 2).unflatten(1, (groups, -1))
-        heads = [layer.unbind(1) for layer in grouped]
-        result = grouped.new_empty(
-            target.num_layers, batch, target.kv_heads, tokens, target.head_dim
-        )
-        for layer, chosen in enumerate(self.config.selection):
-            # A concatenation copies head by head, several times faster than an index would.
-            x = torch.cat([head for source in chosen for head in heads[source]], dim=-1)
-            y = torch.baddbmm(
-                biases[layer, :, None].to(dtype), x.flatten(1, 2), weights[layer].to(dtype)
+        # [source_layers, groups, batch * tokens, features of a source layer in a group]
+        grouped = states.to(dtype).reshape(layers, batch, groups, -1, tokens, head_dim)
+        sources = grouped.permute(0, 2, 1, 4, 3, 5).flatten(4).flatten(2, 3)
+        biases = biases[:, :, None].to(dtype)
+        if out is None:
+            out = sources.new_empty(
+                target.num_layers, batch, target.kv_heads, tokens, target.head_dim
             )
-            # [groups, batch * tokens, outputs] -> [batch, groups, heads, tokens, head_dim]
-            y = y.view(groups, batch, tokens, -1, target.head_dim).permute(1, 0, 3, 2, 4)
-            result[layer].view(y.shape).copy_(y)
-        return result
+        # [target_layers, groups, batch, tokens, heads of a group, head_dim], as products come
+        results = out.view(target.num_layers, batch, groups, -1, tokens, target.head_dim)
+        results = results.permute(0, 2, 1, 4, 3, 5)
+        for layer, chosen in enumerate(self.config.selection):
+            weight = weights[layer].to(dtype)
+            if states.is_cuda:
+                # One wide product: few launches, and half precision is rounded once.
+                x = torch.cat([sources[index] for index in chosen], dim=-1)
+                y = torch.baddbmm(biases[layer], x, weight)
+            else:
+                # Gathering costs a CPU a fifth of the product: read the features where they are.
+                parts = weight.view(groups, len(chosen), -1, outputs).unbind(1)
+                y = torch.baddbmm(biases[layer], sources[chosen[0]], parts[0])
+                for index, part in zip(chosen[1:], parts[1:], strict=True):
+                    y.baddbmm_(sources[index], part)
+            results[layer].copy_(y.view(results.shape[1:]))
+        return out
 
     @torch.no_grad()
     def forward(
@@ -319,9 +329,16 @@ class KVMapper(nn.Module):
             )
         positions = _positions(positions, attention_mask, batch, tokens).to(keys[0].device)
         dtype = dtype or keys[0].dtype
-        mapped_keys = self._map_tokens(keys, positions, dtype, self.map_rotated_keys)
-        mapped_values = self._map_tokens(values, positions, dtype, lambda x, _: self.map_values(x))
-        return build_cache(mapped_keys, mapped_values)
+
+        def map_keys(states: Tensor, span: slice, out: Tensor) -> None:
+            out.copy_(self.map_rotated_keys(states, positions[..., span]))
+
+        def map_values(states: Tensor, span: slice, out: Tensor) -> None:
+            self._map(states, self.value_weight, self.value_bias, out)
+
+        return build_cache(
+            self._map_tokens(keys, dtype, map_keys), self._map_tokens(values, dtype, map_values)
+        )
 
     def map_rotated_keys(self, rotated_keys: Tensor, positions: Tensor) -> Tensor:
         """Strip the source's RoPE, map, apply the target's; shapes as in `map_keys`."""
@@ -332,11 +349,10 @@ class KVMapper(nn.Module):
     def _map_tokens(
         self,
         layers: Sequence[Tensor],
-        positions: Tensor,
         dtype: torch.dtype,
-        function: Callable[[Tensor, Tensor], Tensor],
+        function: Callable[[Tensor, slice, Tensor], None],
     ) -> Tensor:
-        """Apply a map to all layers, a bounded number of tokens at a time."""
+        """Apply `function(states, span, out)` to all layers, some tokens at a time."""
         batch, _, tokens, _ = layers[0].shape
         target = self.config.target
         shape = (target.num_layers, batch, target.kv_heads, tokens, target.head_dim)
@@ -346,9 +362,9 @@ class KVMapper(nn.Module):
             span = slice(start, min(start + step, tokens))
             states = torch.stack([layer[:, :, span] for layer in layers])
             _require_finite(states, "source cache", start)
-            mapped = function(states, positions[..., span]).to(dtype)
+            mapped = result[:, :, :, span]
+            function(states, span, mapped)
             _require_finite(mapped, "mapped cache", start)
-            result[:, :, :, span] = mapped
         return result
 
     def _tokens_at_once(self, batch: int) -> int:

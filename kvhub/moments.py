@@ -223,25 +223,28 @@ class Moments:
         self.tokens += tokens
 
     def block(
-        self, source_layers: list[int], target_layer: int, num_source: int, num_target: int
+        self, source_layers: list[int], target_layer: int | None, num_source: int, num_target: int
     ) -> Block:
         """The regression problem of one target layer on some source layers.
 
         `num_source` and `num_target` are the models' layer counts, which fix the width of a
-        layer's block of features.
+        layer's block of features. Without `target_layer` the outputs are those of all of them.
         """
         groups, features, outputs = self.cross.shape
-        width, out = features // num_source, outputs // num_target
+        width = features // num_source
         index = torch.tensor(source_layers, device=self.gram.device)
         gram = self.gram.view(groups, num_source, width, num_source, width)
         rows = gram[:, index[:, None], :, index].permute(2, 0, 3, 1, 4)
         chosen = len(source_layers) * width
-        to = slice(target_layer * out, (target_layer + 1) * out)
-        cross = self.cross[..., to].reshape(groups, num_source, width, out).index_select(1, index)
+        to = slice(None)
+        if target_layer is not None:
+            out = outputs // num_target
+            to = slice(target_layer * out, (target_layer + 1) * out)
+        cross = self.cross.view(groups, num_source, width, outputs)[..., to]
         mean = self.source_mean.view(groups, num_source, width).index_select(1, index)
         return Block(
             gram=rows.reshape(groups, chosen, chosen),
-            cross=cross.reshape(groups, chosen, out),
+            cross=cross.index_select(1, index).flatten(1, 2),
             target_square=self.target_square[:, to],
             source_mean=mean.reshape(groups, chosen),
             target_mean=self.target_mean[:, to],
@@ -257,9 +260,13 @@ class Moments:
             return by_head.movedim(-2, 0).flatten(-2)
 
         def diagonal(tensor: Tensor, columns: int) -> Tensor:
-            by_head = per_head(tensor[0], columns)  # [heads, layers * heads * dim, columns]
-            both = per_head(by_head.mT, num_source).mT  # [heads, heads, layers * dim, columns]
-            return both.diagonal(dim1=0, dim2=1).movedim(-1, 0).contiguous()
+            """[1, layers * heads * dim, layers * heads * dim] -> [heads, layers * dim, same]."""
+            _, rows, outputs = tensor.shape
+            by_head = tensor.view(
+                num_source, kv_heads, -1, columns, kv_heads, outputs // columns // kv_heads
+            )
+            same_head = by_head.diagonal(dim1=1, dim2=4).movedim(-1, 0)
+            return same_head.reshape(kv_heads, rows // kv_heads, outputs // kv_heads)
 
         return replace(
             self,

@@ -65,11 +65,11 @@ def solve_ridge(gram: Tensor, cross: Tensor, penalty: Tensor) -> Tensor:
         `[..., features, outputs]`. The system is scaled to a unit diagonal first, so features of
         very different size do no harm and a feature that never varies gets weight 0.
     """
-    system = gram + penalty[..., None, None] * torch.eye(gram.shape[-1]).to(gram)
-    diagonal = system.diagonal(dim1=-2, dim2=-1)
+    diagonal = gram.diagonal(dim1=-2, dim2=-1) + penalty[..., None]
     scale = torch.where(diagonal > 0, diagonal, torch.inf).rsqrt()
-    system = scale[..., None] * system * scale[..., None, :]
-    system.diagonal(dim1=-2, dim2=-1).add_((diagonal <= 0).to(system))
+    system = gram * scale[..., None]
+    system *= scale[..., None, :]
+    system.diagonal(dim1=-2, dim2=-1).fill_(1)
     right = scale[..., None] * cross
     factor, failed = torch.linalg.cholesky_ex(system)
     # A squared pivot is the share of a feature's variance that the ones before it leave over.

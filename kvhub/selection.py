@@ -13,6 +13,7 @@ from torch import Tensor
 from kvhub.errors import UsageError
 from kvhub.moments import KINDS, Block
 from kvhub.ridge import regress
+from kvhub.spec import ModelSpec
 from kvhub.stats import Statistics
 
 __all__ = ["Selection", "probe_scores", "require_top_k", "select_layers"]
@@ -61,24 +62,37 @@ class Selection:
             )
 
 
-def head_averaged_r2(block: Block, weights: Tensor, bias: Tensor, kv_heads: int) -> Tensor:
-    """R2 of each head, its dims pooled, averaged over heads; a head that never varies gets 0."""
-    residual = block.residual_square(weights, bias).reshape(kv_heads, -1).sum(-1)
-    total = block.target_square.reshape(kv_heads, -1).sum(-1)
-    return torch.where(total > 0, 1 - residual / total, 0).mean()
+def head_averaged_r2(block: Block, weights: Tensor, bias: Tensor, target: ModelSpec) -> Tensor:
+    """R2 of each head, its dims pooled, averaged over heads; a head that never varies gets 0.
+
+    One number per target layer of the block.
+    """
+
+    def per_head(square: Tensor) -> Tensor:
+        """`[groups, layers * heads * dim]` to `[layers, heads]`."""
+        groups = len(square)
+        dims = square.view(groups, -1, target.kv_heads // groups, target.head_dim)
+        return dims.sum(-1).transpose(0, 1).flatten(1)
+
+    residual, total = per_head(block.residual_square(weights, bias)), per_head(block.target_square)
+    return torch.where(total > 0, 1 - residual / total, 0).mean(1)
 
 
 def _score(
-    statistics: Statistics, part: str, layers: list[int], target_layer: int, relative_lambda: float
-) -> float:
-    """Mean over keys and values of the head-averaged R2 of one regression."""
-    total = 0.0
+    statistics: Statistics,
+    part: str,
+    layers: list[int],
+    target_layer: int | None,
+    relative_lambda: float,
+) -> Tensor:
+    """Mean over keys and values of the head-averaged R2, of one target layer or of each."""
+    scores = []
     for kind in KINDS:
         block = statistics.block("fitted", kind, layers, target_layer)
         weights, bias = regress(block, relative_lambda, "relative")
         scored = statistics.block(part, kind, layers, target_layer)
-        total += float(head_averaged_r2(scored, weights, bias, statistics.target.kv_heads))
-    return total / len(KINDS)
+        scores.append(head_averaged_r2(scored, weights, bias, statistics.target))
+    return torch.stack(scores).mean(0)
 
 
 def probe_scores(
@@ -94,14 +108,14 @@ def probe_scores(
     the tokens it was fitted on, here the default is held-out tokens.
     """
     statistics = _probe_statistics(statistics)
-    source, target = statistics.source, statistics.target
-    scores = torch.zeros(target.num_layers, source.num_layers, dtype=torch.float64)
-    for layer in range(target.num_layers):
-        for candidate in range(source.num_layers):
-            scores[layer, candidate] = _score(statistics, scored_on, [candidate], layer, 0.0)
+    candidates = statistics.source.num_layers
+    scores = []
+    for candidate in range(candidates):
+        # One factorisation serves all target layers.
+        scores.append(_score(statistics, scored_on, [candidate], None, 0.0))
         if progress is not None:
-            progress(layer + 1, target.num_layers)
-    return scores
+            progress(candidate + 1, candidates)
+    return torch.stack(scores, dim=1)
 
 
 def _probe_statistics(statistics: Statistics) -> Statistics:
@@ -141,7 +155,8 @@ def select_layers(
     scored_on
         The tokens on which R2 is taken.
     progress
-        Called with (target layers done, target layers in all).
+        Called with (steps done, steps in all): source layers of the probe, or target layers of
+        greedy selection.
 
     Raises
     ------
@@ -154,22 +169,21 @@ def select_layers(
         raise UsageError(
             f"No {scored_on} tokens in these statistics.", "Calibrate on at least 10 sequences."
         )
-    scores = probe_scores(statistics, scored_on=scored_on)
-    if method == "probe":
+    if method not in ("probe", "greedy"):
+        raise UsageError(f"Unknown selection method {method!r}.", "Use probe or greedy.")
+    probing = method == "probe"
+    scores = probe_scores(statistics, scored_on=scored_on, progress=progress if probing else None)
+    if probing:
         # A stable sort, so that equal scores go to the lower layer on every machine.
         order = scores.sort(dim=-1, descending=True, stable=True).indices
         chosen = order[:, :top_k].tolist()
-        if progress is not None:
-            progress(target.num_layers, target.num_layers)
-    elif method == "greedy":
+    else:
         chosen = []
         single = _probe_statistics(statistics)
         for layer in range(target.num_layers):
             chosen.append(_forward_selection(single, top_k, layer, scores[layer], scored_on))
             if progress is not None:
                 progress(layer + 1, target.num_layers)
-    else:
-        raise UsageError(f"Unknown selection method {method!r}.", "Use probe or greedy.")
     return Selection(chosen, scores.tolist(), method, scored_on)
 
 
@@ -179,7 +193,9 @@ def _forward_selection(
     chosen = [int(single.argmax())]
     while len(chosen) < top_k:
         gains = {
-            candidate: _score(statistics, scored_on, [*chosen, candidate], layer, GREEDY_LAMBDA)
+            candidate: float(
+                _score(statistics, scored_on, [*chosen, candidate], layer, GREEDY_LAMBDA)
+            )
             for candidate in range(statistics.source.num_layers)
             if candidate not in chosen
         }

@@ -71,8 +71,10 @@ class Statistics:
         """Rows for fitting, held-out ones not counted."""
         return self.fitted["keys"].tokens
 
-    def block(self, part: str, kind: str, source_layers: list[int], target_layer: int) -> Block:
-        """The regression problem of a target layer; `part` is `fitted` or `held_out`."""
+    def block(
+        self, part: str, kind: str, source_layers: list[int], target_layer: int | None
+    ) -> Block:
+        """The regression problem of a target layer, or of all; `part` is `fitted` or `held_out`."""
         moments: Moments = getattr(self, part)[kind]
         return moments.block(
             source_layers, target_layer, self.source.num_layers, self.target.num_layers
