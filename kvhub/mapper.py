@@ -134,6 +134,33 @@ def tensor_shapes(config: MapperConfig) -> dict[str, tuple[int, ...]]:
     return {"key_weight": weight, "key_bias": bias, "value_weight": weight, "value_bias": bias}
 
 
+def multiply(sources: list[Tensor], weight: Tensor, bias: Tensor, *, gather: bool) -> Tensor:
+    """X W + b, where X is `sources` side by side.
+
+    Parameters
+    ----------
+    sources
+        Per chosen source layer `[groups, rows, features of the layer]`.
+    weight, bias
+        `[groups, features, outputs]` and `[groups, 1, outputs]`.
+    gather
+        One wide product of gathered features: few launches, and half precision is rounded once.
+        Otherwise a sum of products: gathering costs a CPU a fifth of the product.
+
+    Returns
+    -------
+    Tensor
+        `[groups, rows, outputs]`.
+    """
+    if gather:
+        return torch.baddbmm(bias, torch.cat(sources, dim=-1), weight)
+    parts = weight.view(len(weight), len(sources), -1, weight.shape[-1]).unbind(1)
+    result = torch.baddbmm(bias, sources[0], parts[0])
+    for source, part in zip(sources[1:], parts[1:], strict=True):
+        result.baddbmm_(source, part)
+    return result
+
+
 class KVMapper(nn.Module):
     """Maps a source model's KV cache into a target model's.
 
@@ -250,7 +277,7 @@ class KVMapper(nn.Module):
         """X W + b of every target layer, written to `out` if given."""
         layers, batch, _, tokens, head_dim = states.shape
         target = self.config.target
-        groups, _, outputs = weights.shape[1:]
+        groups = weights.shape[1]
         # CPUs emulate half precision in matrix products, slowly and no more exactly.
         dtype = torch.promote_types(weights.dtype, torch.float32)
         if states.is_cuda:
@@ -267,17 +294,9 @@ class KVMapper(nn.Module):
         results = out.view(target.num_layers, batch, groups, -1, tokens, target.head_dim)
         results = results.permute(0, 2, 1, 4, 3, 5)
         for layer, chosen in enumerate(self.config.selection):
+            chosen_sources = [sources[index] for index in chosen]
             weight = weights[layer].to(dtype)
-            if states.is_cuda:
-                # One wide product: few launches, and half precision is rounded once.
-                x = torch.cat([sources[index] for index in chosen], dim=-1)
-                y = torch.baddbmm(biases[layer], x, weight)
-            else:
-                # Gathering costs a CPU a fifth of the product: read the features where they are.
-                parts = weight.view(groups, len(chosen), -1, outputs).unbind(1)
-                y = torch.baddbmm(biases[layer], sources[chosen[0]], parts[0])
-                for index, part in zip(chosen[1:], parts[1:], strict=True):
-                    y.baddbmm_(sources[index], part)
+            y = multiply(chosen_sources, weight, biases[layer], gather=states.is_cuda)
             results[layer].copy_(y.view(results.shape[1:]))
         return out
 

@@ -191,6 +191,20 @@ def test_wrong_masks_and_positions_are_refused(source, target):
         mapper(cache, positions=torch.arange(9), attention_mask=torch.ones(2, 9))
 
 
+def test_gathered_and_summed_products_are_the_same():
+    """A GPU takes the first way and a CPU the second."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    sources, weight, bias = [normal(2, 5, 4) for _ in range(3)], normal(2, 12, 6), normal(2, 1, 6)
+    expected = torch.einsum("grf,gfo->gro", torch.cat(sources, dim=-1), weight) + bias
+    for gather in (True, False):
+        found = kvhub.mapper.multiply(sources, weight, bias, gather=gather)
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_config_survives_json_and_refuses_unknown_keys(source, target):
     config = config_for(source, target)
     data = config.to_dict()
