@@ -163,8 +163,8 @@ def random_cache(spec: ModelSpec, tokens: int) -> DynamicCache:
 def bare_products(mapper: KVMapper, tokens: int) -> Callable[[], None]:
     """The matrix products of a mapping and nothing else: no gather, RoPE, bias, check or cache.
 
-    Every target layer has inputs and an output of its own, as it has in a mapping; one buffer for
-    all would stay in the processor's cache and be no measure of anything.
+    Every target layer has inputs and an output of its own, as it has in a mapping. One buffer
+    reused by all would stay in the processor's cache and be faster, and so raise the ratios.
     """
     layers, groups, features, outputs = mapper.key_weight.shape
     gathered = torch.randn(layers, groups, tokens, features)

@@ -387,7 +387,10 @@ class KVMapper(nn.Module):
         return result
 
     def _tokens_at_once(self, batch: int) -> int:
-        """How many positions fit the workspace: source copies, gathered features, results."""
+        """How many positions fit the workspace: source copies, gathered features, results.
+
+        On a CPU no more than `CPU_ROWS` rows, so that they stay in its caches.
+        """
         source, target = self.config.source, self.config.target
         numbers = (
             4 * source.num_layers * source.kv_dim
