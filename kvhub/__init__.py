@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from kvhub.compatibility import Decision, check_pair, compare_pair
     from kvhub.evaluation import evaluate
     from kvhub.generation import handoff
-    from kvhub.mapper import KVMapper, MapperConfig
+    from kvhub.mapper import KVMapper
+    from kvhub.mapper_config import MapperConfig
     from kvhub.report import Report
     from kvhub.ridge import fit
     from kvhub.selection import Selection, select_layers
@@ -26,7 +27,7 @@ __version__ = version("kvhub")
 _HOME_OF = {
     "Decision": "compatibility",
     "KVMapper": "mapper",
-    "MapperConfig": "mapper",
+    "MapperConfig": "mapper_config",
     "ModelSpec": "spec",
     "Report": "report",
     "RopeSpec": "spec",

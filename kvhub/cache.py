@@ -160,12 +160,19 @@ def read_cache(cache: "Cache", spec: ModelSpec | None = None) -> tuple[list[Tens
 
 
 def build_cache(keys: Iterable[Tensor], values: Iterable[Tensor]) -> "DynamicCache":
-    """A cache from rotated keys and values per layer, `[batch, kv_heads, tokens, head_dim]`."""
+    """A cache from rotated keys and values per layer, `[batch, kv_heads, tokens, head_dim]`.
+
+    The tensors become the cache's own without a copy; a cache that grows replaces them.
+    """
     from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
 
     cache = DynamicCache()
-    for index, (layer_keys, layer_values) in enumerate(zip(keys, values, strict=True)):
-        cache.update(layer_keys, layer_values, index)
+    for layer_keys, layer_values in zip(keys, values, strict=True):
+        layer = DynamicLayer()
+        layer.lazy_initialization(layer_keys, layer_values)
+        layer.keys, layer.values = layer_keys, layer_values
+        cache.layers.append(layer)
     return cache
 
 
@@ -181,8 +188,8 @@ def concatenate_caches(first: "Cache", second: "Cache") -> "DynamicCache":
 def crop_cache(cache: "Cache", start: int, stop: int) -> "DynamicCache":
     """A new cache with the tokens `start` up to `stop` of a cache; the old one is not changed."""
     return build_cache(
-        (layer.keys[..., start:stop, :] for layer in cache.layers),
-        (layer.values[..., start:stop, :] for layer in cache.layers),
+        (layer.keys[..., start:stop, :].clone() for layer in cache.layers),
+        (layer.values[..., start:stop, :].clone() for layer in cache.layers),
     )
 
 

@@ -24,8 +24,14 @@ from kvhub.errors import KVHubError
 __all__ = ["emit", "say", "show_error", "table", "track"]
 
 
+PIPED_WIDTH = 200  # no terminal says how wide, and a narrow guess would cut what is measured
+
+
 def _out() -> Console:
-    return Console()
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPED_WIDTH
+    return console
 
 
 def _err() -> Console:

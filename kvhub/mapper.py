@@ -6,132 +6,25 @@ For target layer l, with X the content keys (or values) of its selected source l
     K_target[l] = apply_rope(X W_K[l] + b_K[l]),    V_target[l] = X W_V[l] + b_V[l]
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from kvhub.cache import build_cache, positions_from_mask, read_cache
 from kvhub.errors import IncompatiblePairError, UsageError, VerificationError
-from kvhub.moments import Heads
-from kvhub.rope import apply_rope, strip_rope
-from kvhub.spec import ModelSpec
+from kvhub.mapper_config import MapperConfig, tensor_shapes
+from kvhub.rope import Rotation
 
 if TYPE_CHECKING:
     from transformers import Cache, DynamicCache
 
-__all__ = ["KVMapper", "MapperConfig", "tensor_shapes"]
+__all__ = ["KVMapper"]
 
-SCHEMA_VERSION = 1
 WORKSPACE_BYTES = 256 * 2**20  # bound on what mapping allocates besides its result
-CPU_ROWS = 512  # tokens at once on a CPU: few enough for its caches, enough per pass over weights
-
-
-@dataclass(frozen=True)
-class MapperConfig:
-    """Everything about a mapper but its tensors: the content of config.json.
-
-    Attributes
-    ----------
-    source, target
-        The specs of the two models, with their RoPE tables.
-    heads
-        `all` or `matched`, see `kvhub.ridge.fit`.
-    top_k
-        Source layers per target layer.
-    selection
-        `[target_layers][top_k]` source layer indices, best first.
-    selection_method
-        `probe` or `greedy`.
-    ridge
-        Penalty, its scale, and the tokens and features of the regressions.
-    weighting
-        `uniform` or `attention`.
-    calibration
-        Where the tokens came from.
-    quality
-        Figures of the fit; the full report is in report.json.
-    """
-
-    source: ModelSpec
-    target: ModelSpec
-    heads: Heads
-    top_k: int
-    selection: tuple[tuple[int, ...], ...]
-    selection_method: str
-    ridge: dict[str, Any]
-    weighting: Literal["uniform", "attention"]
-    calibration: dict[str, Any] = field(default_factory=dict)
-    quality: dict[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able, with the schema's version."""
-        result = {item.name: getattr(self, item.name) for item in fields(self)}
-        result["source"], result["target"] = self.source.to_dict(), self.target.to_dict()
-        result["selection"] = [list(layers) for layers in self.selection]
-        return {"schema_version": SCHEMA_VERSION, **result}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "MapperConfig":
-        """The inverse of `to_dict`.
-
-        Raises
-        ------
-        VerificationError
-            Another schema version, or missing or unknown keys: an unknown key may change the
-            maths, so it is never ignored.
-        """
-        data = dict(data)
-        version = data.pop("schema_version", None)
-        if version != SCHEMA_VERSION:
-            raise VerificationError(
-                f"This mapper has schema version {version}; this kvhub reads {SCHEMA_VERSION}.",
-                "Upgrade kvhub: pip install -U kvhub",
-            )
-        expected = {item.name for item in fields(cls)}
-        if set(data) != expected:
-            raise VerificationError(
-                f"config.json: unknown keys {sorted(set(data) - expected)}, missing keys "
-                f"{sorted(expected - set(data))}.",
-                "Upgrade kvhub, or download the mapper again.",
-            )
-        data["source"] = ModelSpec.from_dict(data["source"])
-        data["target"] = ModelSpec.from_dict(data["target"])
-        data["selection"] = tuple(tuple(layers) for layers in data["selection"])
-        config = cls(**data)
-        config.validate()
-        return config
-
-    def validate(self) -> None:
-        """Raise VerificationError where the fields contradict each other."""
-        k, layers = self.top_k, self.source.num_layers
-        sound = (
-            self.heads in ("all", "matched")
-            and len(self.selection) == self.target.num_layers
-            and all(len(set(chosen)) == len(chosen) == k for chosen in self.selection)
-            and all(0 <= layer < layers for chosen in self.selection for layer in chosen)
-            and (self.heads == "all" or self.source.kv_heads == self.target.kv_heads)
-        )
-        if not sound:
-            raise VerificationError(
-                f"config.json contradicts itself: heads {self.heads!r}, top_k {k}, "
-                f"{len(self.selection)} selections for {self.target.num_layers} target layers, "
-                f"{layers} source layers.",
-                "Download or fit the mapper again.",
-            )
-
-
-def tensor_shapes(config: MapperConfig) -> dict[str, tuple[int, ...]]:
-    """The mapper's tensors by name, with their shapes."""
-    groups = 1 if config.heads == "all" else config.target.kv_heads
-    layers = config.target.num_layers
-    features = config.top_k * config.source.kv_dim // groups
-    outputs = config.target.kv_dim // groups
-    weight, bias = (layers, groups, features, outputs), (layers, groups, outputs)
-    return {"key_weight": weight, "key_bias": bias, "value_weight": weight, "value_bias": bias}
+CPU_ROWS = 1024  # tokens at once on a CPU: few enough for its caches, enough per pass over weights
 
 
 def multiply(sources: list[Tensor], weight: Tensor, bias: Tensor, *, gather: bool) -> Tensor:
@@ -265,40 +158,40 @@ class KVMapper(nn.Module):
             `[target_layers, batch, kv_heads, tokens, head_dim]` of the target model, in the
             mapper's arithmetic: its own dtype, but at least float32 on a CPU.
         """
-        return self._map(content_keys, self.key_weight, self.key_bias)
+        return torch.stack(list(self._products(content_keys, self.key_weight, self.key_bias)))
 
     def map_values(self, values: Tensor) -> Tensor:
         """Map values; shapes as in `map_keys`."""
-        return self._map(values, self.value_weight, self.value_bias)
+        return torch.stack(list(self._products(values, self.value_weight, self.value_bias)))
 
-    def _map(
-        self, states: Tensor, weights: Tensor, biases: Tensor, out: Tensor | None = None
-    ) -> Tensor:
-        """X W + b of every target layer, written to `out` if given."""
-        layers, batch, _, tokens, head_dim = states.shape
+    def _products(
+        self, layers: Iterable[Tensor], weights: Tensor, biases: Tensor
+    ) -> Iterator[Tensor]:
+        """X W + b of one target layer after the other, `[batch, kv_heads, tokens, head_dim]`.
+
+        One layer at a time, so that what is done to a layer before and after its product finds
+        it in the processor's cache.
+        """
         target = self.config.target
         groups = weights.shape[1]
-        # CPUs emulate half precision in matrix products, slowly and no more exactly.
-        dtype = torch.promote_types(weights.dtype, torch.float32)
-        if states.is_cuda:
+        sources = []
+        for states in layers:
+            batch, _, tokens, head_dim = states.shape
+            # CPUs emulate half precision in matrix products, slowly and no more exactly.
             dtype = weights.dtype
-        # [source_layers, groups, batch * tokens, features of a source layer in a group]
-        grouped = states.to(dtype).reshape(layers, batch, groups, -1, tokens, head_dim)
-        sources = grouped.permute(0, 2, 1, 4, 3, 5).flatten(4).flatten(2, 3)
-        biases = biases[:, :, None].to(dtype)
-        if out is None:
-            out = sources.new_empty(
-                target.num_layers, batch, target.kv_heads, tokens, target.head_dim
-            )
-        # [target_layers, groups, batch, tokens, heads of a group, head_dim], as products come
-        results = out.view(target.num_layers, batch, groups, -1, tokens, target.head_dim)
-        results = results.permute(0, 2, 1, 4, 3, 5)
+            if not states.is_cuda:
+                dtype = torch.promote_types(dtype, torch.float32)
+            grouped = states.to(dtype).reshape(batch, groups, -1, tokens, head_dim)
+            grouped = grouped.permute(1, 0, 3, 2, 4)
+            # [groups, batch * tokens, features of a source layer in a group]
+            sources.append(grouped.flatten(3).flatten(1, 2))
+        gather = sources[0].is_cuda
         for layer, chosen in enumerate(self.config.selection):
-            chosen_sources = [sources[index] for index in chosen]
-            weight = weights[layer].to(dtype)
-            y = multiply(chosen_sources, weight, biases[layer], gather=states.is_cuda)
-            results[layer].copy_(y.view(results.shape[1:]))
-        return out
+            weight, bias = weights[layer].to(dtype), biases[layer][:, None].to(dtype)
+            product = multiply([sources[index] for index in chosen], weight, bias, gather=gather)
+            # [groups, batch, tokens, heads of a group, head_dim], as products come
+            product = product.view(groups, batch, tokens, -1, target.head_dim)
+            yield product.permute(1, 0, 3, 2, 4).flatten(1, 2)
 
     @torch.no_grad()
     def forward(
@@ -347,56 +240,45 @@ class KVMapper(nn.Module):
                 "Move the mapper: mapper.to(device).",
             )
         positions = _positions(positions, attention_mask, batch, tokens).to(keys[0].device)
-        dtype = dtype or keys[0].dtype
-
-        def map_keys(states: Tensor, span: slice, out: Tensor) -> None:
-            out.copy_(self.map_rotated_keys(states, positions[..., span]))
-
-        def map_values(states: Tensor, span: slice, out: Tensor) -> None:
-            self._map(states, self.value_weight, self.value_bias, out)
-
-        return build_cache(
-            self._map_tokens(keys, dtype, map_keys), self._map_tokens(values, dtype, map_values)
-        )
-
-    def map_rotated_keys(self, rotated_keys: Tensor, positions: Tensor) -> Tensor:
-        """Strip the source's RoPE, map, apply the target's; shapes as in `map_keys`."""
-        content_keys = strip_rope(rotated_keys, positions, self.config.source.require_rope())
-        mapped = self.map_keys(content_keys)
-        return apply_rope(mapped, positions, self.config.target.require_rope())
-
-    def _map_tokens(
-        self,
-        layers: Sequence[Tensor],
-        dtype: torch.dtype,
-        function: Callable[[Tensor, slice, Tensor], None],
-    ) -> Tensor:
-        """Apply `function(states, span, out)` to all layers, some tokens at a time."""
-        batch, _, tokens, _ = layers[0].shape
         target = self.config.target
-        shape = (target.num_layers, batch, target.kv_heads, tokens, target.head_dim)
-        result = layers[0].new_empty(shape, dtype=dtype)
+        shape = (batch, target.kv_heads, tokens, target.head_dim)
+        mapped_keys, mapped_values = (
+            [keys[0].new_empty(shape, dtype=dtype) for _ in range(target.num_layers)]
+            for _ in range(2)
+        )
         step = self._tokens_at_once(batch)
         for start in range(0, tokens, step):
             span = slice(start, min(start + step, tokens))
-            states = torch.stack([layer[:, :, span] for layer in layers])
-            _require_finite(states, "source cache", start)
-            mapped = result[:, :, :, span]
-            function(states, span, mapped)
-            _require_finite(mapped, "mapped cache", start)
-        return result
+            self._map_span(keys, mapped_keys, span, positions[..., span])
+            self._map_span(values, mapped_values, span, None)
+        return build_cache(mapped_keys, mapped_values)
+
+    def _map_span(
+        self, layers: list[Tensor], results: list[Tensor], span: slice, positions: Tensor | None
+    ) -> None:
+        """Map the tokens `span` of all layers into `results`: keys with positions, else values."""
+        source_layers = [layer[:, :, span] for layer in layers]
+        mapped = [layer[:, :, span] for layer in results]
+        _require_finite(source_layers, "source cache", span.start)
+        if positions is None:
+            products = self._products(source_layers, self.value_weight, self.value_bias)
+        else:
+            device = positions.device
+            strip = Rotation(positions, self.config.source.require_rope(), device=device).strip
+            apply = Rotation(positions, self.config.target.require_rope(), device=device).apply
+            content_keys = map(strip, source_layers)
+            products = map(apply, self._products(content_keys, self.key_weight, self.key_bias))
+        for layer, product in zip(mapped, products, strict=True):
+            layer.copy_(product)
+        _require_finite(mapped, "mapped cache", span.start)
 
     def _tokens_at_once(self, batch: int) -> int:
-        """How many positions fit the workspace: source copies, gathered features, results.
+        """How many positions fit the workspace: all source layers, and one target layer's work.
 
-        On a CPU no more than `CPU_ROWS` rows, so that they stay in its caches.
+        On a CPU no more than `CPU_ROWS` rows, so that one layer's stay in its caches.
         """
         source, target = self.config.source, self.config.target
-        numbers = (
-            4 * source.num_layers * source.kv_dim
-            + 2 * self.config.top_k * source.kv_dim
-            + 4 * target.num_layers * target.kv_dim
-        )
+        numbers = (source.num_layers + self.config.top_k) * source.kv_dim + 4 * target.kv_dim
         rows = WORKSPACE_BYTES // (4 * numbers)
         if self.key_weight.device.type == "cpu":
             rows = min(rows, CPU_ROWS)
@@ -425,15 +307,16 @@ def _positions(
     return positions
 
 
-def _require_finite(states: Tensor, what: str, start: int) -> None:
+def _require_finite(layers: Iterable[Tensor], what: str, start: int) -> None:
     # No sum hides an infinity or a NaN, and it takes one pass where isfinite takes five. It may
     # overflow by itself, hence the second look.
-    if bool(torch.isfinite(states.sum(dtype=torch.float32))):
+    sums = torch.stack([states.sum(dtype=torch.float32) for states in layers])
+    if bool(torch.isfinite(sums).all()):
         return
-    bad = (~torch.isfinite(states)).nonzero()[:1].tolist()
-    for layer, row, head, position, _ in bad:
-        raise VerificationError(
-            f"The {what} is not finite: first at layer {layer}, row {row}, KV head {head}, "
-            f"position {start + position} of dtype {states.dtype}.",
-            "Use a wider dtype (bfloat16 or float32), or prefill the target itself.",
-        )
+    for layer, states in enumerate(layers):
+        for row, head, position, _ in (~torch.isfinite(states)).nonzero()[:1].tolist():
+            raise VerificationError(
+                f"The {what} is not finite: first at layer {layer}, row {row}, KV head {head}, "
+                f"position {start + position} of dtype {states.dtype}.",
+                "Use a wider dtype (bfloat16 or float32), or prefill the target itself.",
+            )

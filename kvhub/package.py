@@ -24,7 +24,8 @@ from torch import Tensor
 from kvhub import __version__
 from kvhub.atomic import new_directory
 from kvhub.errors import NotFoundError, VerificationError
-from kvhub.mapper import KVMapper, MapperConfig, tensor_shapes
+from kvhub.mapper import KVMapper
+from kvhub.mapper_config import MapperConfig, tensor_shapes
 
 __all__ = ["Manifest", "load", "read_config", "save", "verify"]
 

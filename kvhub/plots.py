@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from kvhub.mapper import MapperConfig
+    from kvhub.mapper_config import MapperConfig
 
 __all__ = ["draw_plots", "save_plots"]
 

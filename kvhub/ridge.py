@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kvhub.compatibility import require_pair
 from kvhub.errors import UsageError, VerificationError
-from kvhub.mapper import KVMapper, MapperConfig
+from kvhub.mapper import KVMapper
+from kvhub.mapper_config import MapperConfig
 from kvhub.moments import KINDS, Block, Heads
 from kvhub.stats import Statistics
 

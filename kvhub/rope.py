@@ -38,10 +38,8 @@ def strip_rope(rotated_keys: Tensor, positions: Tensor, rope: RopeSpec) -> Tenso
     UsageError
         If the shapes do not fit each other or the positions are not integers.
     """
-    keys = _working_precision(rotated_keys)
-    cos, sin = _cos_sin(keys, positions, rope)
-    squared_scaling = rope.attention_scaling**2
-    return _rotate(keys, cos / squared_scaling, -sin / squared_scaling, rope)
+    dtype = _working_precision(rotated_keys)
+    return Rotation(positions, rope, dtype, rotated_keys.device).strip(rotated_keys)
 
 
 def apply_rope(content_keys: Tensor, positions: Tensor, rope: RopeSpec) -> Tensor:
@@ -67,56 +65,99 @@ def apply_rope(content_keys: Tensor, positions: Tensor, rope: RopeSpec) -> Tenso
     UsageError
         If the shapes do not fit each other or the positions are not integers.
     """
-    keys = _working_precision(content_keys)
-    cos, sin = _cos_sin(keys, positions, rope)
-    return _rotate(keys, cos, sin, rope)
+    dtype = _working_precision(content_keys)
+    return Rotation(positions, rope, dtype, content_keys.device).apply(content_keys)
 
 
-def _working_precision(keys: Tensor) -> Tensor:
-    if not keys.is_floating_point():
-        raise UsageError(f"Keys must be floating point, found {keys.dtype}.")
-    return keys if keys.dtype == torch.float64 else keys.to(torch.float32)
+class Rotation:
+    """How a model rotates keys at some positions: its cos and sin, computed once for many layers.
+
+    Parameters
+    ----------
+    positions
+        Absolute positions, ``[tokens]`` for all rows, or ``[batch, tokens]``. Integers.
+    rope
+        How the model rotates.
+    dtype, device
+        Of cos and sin: float32, or float64 for float64 keys.
+
+    Raises
+    ------
+    UsageError
+        If the positions are not integers, or, on use, do not fit the keys.
+    """
+
+    def __init__(
+        self,
+        positions: Tensor,
+        rope: RopeSpec,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if positions.is_floating_point() or positions.dtype == torch.bool:
+            raise UsageError(f"Positions must be integers, found {positions.dtype}.")
+        self.positions_shape = tuple(positions.shape)
+        self.rope = rope
+        inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
+        # transformers multiplies in float32. Far from position 0 that product is off by more than
+        # float32 keys resolve, so undoing it needs the same rounding and not a better one.
+        angles = positions.to(device)[..., None].to(torch.float32) * inv_freq
+        if positions.dim() == 2:
+            angles = angles.unsqueeze(-3)
+        angles = angles.to(dtype)
+        # [(batch, 1,) tokens, rotary_dim / 2]
+        self.cos = angles.cos() * rope.attention_scaling
+        self.sin = angles.sin() * rope.attention_scaling
+        self.strip_cos = self.cos / rope.attention_scaling**2
+        self.strip_sin = -self.sin / rope.attention_scaling**2
+
+    def strip(self, rotated_keys: Tensor) -> Tensor:
+        """As `strip_rope`."""
+        return self._turn(rotated_keys, self.strip_cos, self.strip_sin)
+
+    def apply(self, content_keys: Tensor) -> Tensor:
+        """As `apply_rope`."""
+        return self._turn(content_keys, self.cos, self.sin)
+
+    def _turn(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        _check_shapes(keys, self.positions_shape, self.rope)
+        keys = keys.to(cos.dtype)
+        # In place on one copy: a rotation costs the memory that it touches.
+        turned = keys.clone()
+        first, second = _pairs(keys, self.rope)
+        turned_first, turned_second = _pairs(turned, self.rope)
+        turned_first.mul_(cos).addcmul_(second, sin, value=-1)
+        turned_second.mul_(cos).addcmul_(first, sin)
+        return turned
 
 
-def _cos_sin(keys: Tensor, positions: Tensor, rope: RopeSpec) -> tuple[Tensor, Tensor]:
-    """Return scaled cos and sin, ``[(batch, 1,) tokens, rotary_dim / 2]``, in the keys' dtype."""
-    _check_shapes(keys, positions, rope)
-    inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=keys.device)
-    # transformers multiplies in float32. Far from position 0 that product is off by more than
-    # float32 keys resolve, so undoing it needs the same rounding and not a better one.
-    angles = positions.to(keys.device)[..., None].to(torch.float32) * inv_freq
-    if positions.dim() == 2:
-        angles = angles.unsqueeze(-3)
-    angles = angles.to(keys.dtype)
-    return angles.cos() * rope.attention_scaling, angles.sin() * rope.attention_scaling
-
-
-def _rotate(keys: Tensor, cos: Tensor, sin: Tensor, rope: RopeSpec) -> Tensor:
+def _pairs(keys: Tensor, rope: RopeSpec) -> tuple[Tensor, Tensor]:
+    """Views of the first and of the second dim of every rotating pair."""
     rotating = keys[..., : rope.rotary_dim]
     if rope.interleaved:
-        first, second = rotating[..., 0::2], rotating[..., 1::2]
-    else:
-        first, second = rotating.chunk(2, dim=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    if rope.interleaved:
-        turned = [torch.stack(turned, dim=-1).flatten(-2)]
-    return torch.cat([*turned, keys[..., rope.rotary_dim :]], dim=-1)
+        return rotating[..., 0::2], rotating[..., 1::2]
+    half = rope.rotary_dim // 2
+    return rotating[..., :half], rotating[..., half:]
 
 
-def _check_shapes(keys: Tensor, positions: Tensor, rope: RopeSpec) -> None:
-    if positions.is_floating_point() or positions.dtype == torch.bool:
-        raise UsageError(f"Positions must be integers, found {positions.dtype}.")
+def _working_precision(keys: Tensor) -> torch.dtype:
+    if not keys.is_floating_point():
+        raise UsageError(f"Keys must be floating point, found {keys.dtype}.")
+    return torch.float64 if keys.dtype == torch.float64 else torch.float32
+
+
+def _check_shapes(keys: Tensor, positions: tuple[int, ...], rope: RopeSpec) -> None:
     if keys.dim() < 3 or keys.shape[-1] < rope.rotary_dim:
         raise UsageError(
             f"Expected keys [..., kv_heads, tokens, head_dim] with head_dim of at least "
             f"{rope.rotary_dim}, the dims that rotate, found shape {list(keys.shape)}."
         )
     tokens = keys.shape[-2]
-    fits = positions.dim() in (1, 2) and positions.shape[-1] == tokens
-    if positions.dim() == 2:
-        fits = fits and keys.dim() >= 4 and positions.shape[0] in (1, keys.shape[-4])
+    fits = len(positions) in (1, 2) and positions[-1] == tokens
+    if len(positions) == 2:
+        fits = fits and keys.dim() >= 4 and positions[0] in (1, keys.shape[-4])
     if not fits:
         raise UsageError(
             f"Expected positions [{tokens}] or [batch, {tokens}] for keys of shape "
-            f"{list(keys.shape)}, found positions of shape {list(positions.shape)}."
+            f"{list(keys.shape)}, found positions of shape {list(positions)}."
         )

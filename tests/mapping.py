@@ -3,7 +3,7 @@
 import torch
 
 from kvhub import KVMapper, MapperConfig, ModelSpec
-from kvhub.mapper import tensor_shapes
+from kvhub.mapper_config import tensor_shapes
 
 
 def config_for(source, target, heads="all", top_k=1, selection=None):

@@ -128,7 +128,8 @@ def test_metrics_equal_a_plain_reference(pair):
     for name, expected in per_token.items():
         found = report.settings[name]
         values = [getattr(found, score).value for score in ("nll", "accuracy", "kl", "agreement")]
-        assert values == pytest.approx(expected, abs=1e-9), name
+        # Float32 models in differently shaped batches: about 1e-7 of 4 nats.
+        assert values == pytest.approx(expected, abs=2e-6), name
         assert found.perplexity.value == pytest.approx(2.718281828459045 ** expected[0])
         assert found.nll.low <= found.nll.value <= found.nll.high
     assert report.provenance["scored_tokens"] == labels.numel()

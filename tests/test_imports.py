@@ -27,7 +27,7 @@ LAYERS = [
     ],
     [
         *("attention", "cache", "compatibility", "corpus", "data", "estimates"),
-        *("models", "probe", "recipe"),
+        *("mapper_config", "models", "probe", "recipe"),
     ],
     ["mapper", "moments", "package", "stats", "store"],
     ["calibration", "generation", "ridge", "selection"],
