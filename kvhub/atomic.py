@@ -8,6 +8,7 @@ import glob
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,8 @@ def new_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     recover(path)
     _require_free(path, overwrite)
-    building = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}{BUILDING}"))
+    prefix = f".{path.name}{BUILDING}{os.getpid()}-"
+    building = Path(tempfile.mkdtemp(dir=path.parent, prefix=prefix))
     try:
         yield building
         _require_free(path, overwrite)
@@ -47,12 +49,32 @@ def new_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def recover(path: Path) -> None:
-    """Put back a directory whose replacement was killed half way, and drop what it left over."""
-    for old in sorted(path.parent.glob(f".{glob.escape(path.name)}{REPLACED}*")):
+    """Mend what processes that were killed left of `path`.
+
+    A directory whose replacement stopped half way is put back, and what was never finished goes.
+    """
+    name = glob.escape(path.name)
+    for old in sorted(path.parent.glob(f".{name}{REPLACED}*")):
+        if not path.exists():
+            time.sleep(0.1)  # somebody may be between the two renames just now
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:
             old.rename(path)
+    for left in path.parent.glob(f".{name}{BUILDING}*-*"):
+        if not _is_running(left.name.rpartition(BUILDING)[2].partition("-")[0]):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_running(process: str) -> bool:
+    """Whether a process of this number exists; on another host's disk that may be chance."""
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 @contextmanager

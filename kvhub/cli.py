@@ -365,12 +365,9 @@ def verify(mapper: MapperArgument, as_json: Json = False) -> None:
 
     path = find_mapper(mapper)
     load(path)
-    files = Manifest.read(path).files
-    result = {
-        "path": str(path),
-        "files": len(files),
-        "size_bytes": sum(s for _, s in files.values()),
-    }
+    manifest = Manifest.read(path)
+    files = manifest.files
+    result = {"path": str(path), "files": len(files), "size_bytes": manifest.size_bytes}
     console.emit({"verified": True, **result}, as_json, lambda: tables.show_files(str(path), files))
 
 

@@ -31,7 +31,8 @@ __all__ = ["Manifest", "load", "read_config", "save", "verify"]
 
 MAX_SHARD_SIZE = "5GB"
 # Files that git or the Hub's client add to a directory and that say nothing about the mapper.
-IGNORED = re.compile(r"\.gitattributes|\.gitignore|\.cache/.*|\.git/.*")
+# status.json and kvhub.sig speak about the package, so its manifest cannot list them.
+IGNORED = re.compile(r"\.gitattributes|\.gitignore|\.cache/.*|\.git/.*|status\.json|kvhub\.sig")
 REQUIRED = ("config.json", "manifest.json")
 
 
@@ -64,6 +65,8 @@ class Manifest:
             and isinstance(entry["size"], int)
             and not Path(name).is_absolute()
             and ".." not in Path(name).parts
+            and name != "manifest.json"
+            and not IGNORED.fullmatch(name)
             for name, entry in entries
         )
         if not sound or not entries:
@@ -71,6 +74,28 @@ class Manifest:
                 f"{directory / 'manifest.json'} is not a manifest.", "Download the mapper again."
             )
         return cls({name: (entry["sha256"], entry["size"]) for name, entry in entries})
+
+    @property
+    def digest(self) -> str:
+        """One sha256 for the whole package, over its sorted paths and their sha256."""
+        return _digest(self.files)
+
+    @property
+    def content_digest(self) -> str:
+        """The same without the card, which changes with every version's name."""
+        return _digest({name: entry for name, entry in self.files.items() if name != "README.md"})
+
+    @property
+    def tensors_digest(self) -> str:
+        """The same of the tensors' files alone."""
+        return _digest(
+            {name: entry for name, entry in self.files.items() if ".safetensors" in name}
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files, the manifest's own left out."""
+        return sum(size for _, size in self.files.values())
 
     def write(self, directory: Path) -> None:
         files = {name: {"sha256": sha, "size": size} for name, (sha, size) in self.files.items()}
@@ -269,6 +294,11 @@ def _names(directory: Path) -> Iterator[str]:
         name = path.relative_to(directory).as_posix()
         if path.is_file() and name != "manifest.json" and not IGNORED.fullmatch(name):
             yield name
+
+
+def _digest(files: dict[str, tuple[str, int]]) -> str:
+    lines = "".join(f"{sha256} {name}\n" for name, (sha256, _) in sorted(files.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

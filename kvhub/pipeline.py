@@ -349,7 +349,7 @@ def list_store() -> list[dict[str, Any]]:
                 "top_k": config.top_k,
                 "heads": config.heads,
                 "held_out_r2": config.quality["held_out_r2"],
-                "size_bytes": sum(size for _, size in Manifest.read(path).files.values()),
+                "size_bytes": Manifest.read(path).size_bytes,
             }
         )
     return found
