@@ -67,6 +67,7 @@ def prefill(
     *,
     attention_mask: Tensor | None = None,
     cache: "Cache | None" = None,
+    logits_to_keep: int = 0,
     **options: Any,
 ) -> Any:
     """Run a model over tokens and return its output with a cache.
@@ -82,9 +83,14 @@ def prefill(
         it, so that left-padded rows start at position 0.
     cache
         What the tokens come after; it is extended in place.
+    logits_to_keep
+        Only the last so many rows of logits, for models that know how; 0 for all. The vocabulary's
+        matrix is most of a small model's work.
     options
-        Passed to the model, for example `logits_to_keep`.
+        Passed to the model, for example `output_hidden_states`.
     """
+    if logits_to_keep and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = logits_to_keep
     cached = 0 if cache is None else cache.get_seq_length()
     batch, tokens = input_ids.shape
     if attention_mask is None:

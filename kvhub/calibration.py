@@ -204,7 +204,7 @@ def _states(model: "PreTrainedModel", batch: TokenBatch, spec: ModelSpec) -> dic
     """Content keys and values `[layers, kv_heads, batch * tokens, head_dim]` in float32."""
     device = model.device
     mask = batch.attention_mask.to(device)
-    output = prefill(model, batch.input_ids.to(device), attention_mask=mask, **_no_logits(model))
+    output = prefill(model, batch.input_ids.to(device), attention_mask=mask, logits_to_keep=1)
     keys, values = read_cache(cache_of(output), spec)
     positions = torch.arange(mask.shape[1], device=device)
 
@@ -219,14 +219,6 @@ def _states(model: "PreTrainedModel", batch: TokenBatch, spec: ModelSpec) -> dic
         return states.transpose(1, 2).flatten(2, 3)
 
     return {"keys": flat(keys, spec.require_rope()), "values": flat(values, None)}
-
-
-def _no_logits(model: "PreTrainedModel") -> dict[str, Any]:
-    """Ask for one row of logits: the vocabulary's matrix is most of a small model's work."""
-    import inspect
-
-    known = "logits_to_keep" in inspect.signature(model.forward).parameters
-    return {"logits_to_keep": 1} if known else {}
 
 
 def _weighted_states(

@@ -95,7 +95,9 @@ def compare(
             lambda: cache_of(prefill(model, context.to(model.device), logits_to_keep=1)),
         )
 
-    source_cache = cache_of(prefill(source_model, context.to(source_model.device)))
+    source_cache = cache_of(
+        prefill(source_model, context.to(source_model.device), logits_to_keep=1)
+    )
     mapped = continued(
         lambda cache: generate_from(target_model, input_ids, cache, **options),
         lambda: prefill_mapped(
@@ -130,7 +132,8 @@ def time_handoff(
     vocabulary = min(mapper.config.source.vocab_size, mapper.config.target.vocab_size)
     for done, tokens in enumerate(lengths):
         ids = torch.randint(0, vocabulary, (1, tokens + 1), generator=generator)
-        cache = cache_of(prefill(source_model, ids[:, :-1].to(source_model.device)))
+        context = ids[:, :-1].to(source_model.device)
+        cache = cache_of(prefill(source_model, context, logits_to_keep=1))
         on_mapper = move_cache(cache, mapper.key_weight.device)
 
         def hand_over(ids: Tensor = ids, cache: Any = cache) -> Any:

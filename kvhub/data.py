@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -166,26 +166,65 @@ class _SizedBatches(Iterator[TokenBatch]):
         return self._count
 
 
-def evaluation_stream(data: str, sequences: int) -> tuple[str, int]:
-    """Choose the text on which to evaluate a mapper that was calibrated on `data`.
+def evaluation_stream(
+    calibration: dict[str, Any], data: str | None = None, length: int | None = None
+) -> tuple[str, int, int]:
+    """Choose text for an evaluation that calibration has not seen.
 
     Parameters
     ----------
+    calibration
+        `MapperConfig.calibration`: what calibration used.
     data
-        What calibration used.
-    sequences
-        How many sequences of it.
+        Text to evaluate on; None for calibration's own.
+    length
+        Tokens per sequence; None for calibration's.
 
     Returns
     -------
-    tuple of str and int
-        `data` and `start` for `token_batches`: the held-out modules for `stdlib`, which neither
-        calibration nor the embedded models' training saw, else the sequences behind those that
-        calibration saw, which holds as long as the tokenizer and the length are the same.
+    tuple of str, int and int
+        `data`, `start` and `length` for `token_batches`. Of calibration's own text these are the
+        sequences behind those that it saw; in place of `stdlib` it is `stdlib-held-out`, which
+        the embedded models' training did not see either.
+
+    Raises
+    ------
+    UsageError
+        Calibration's own text is not known by a name that finds it, or its sequences cannot be
+        told from those of `length` tokens.
     """
-    if data == "stdlib":
-        return "stdlib-held-out", 0
-    return data, sequences
+    used, used_length = calibration.get("data"), calibration.get("length")
+    merged = not isinstance(used, str) or not isinstance(used_length, int)
+    if data is None:
+        if merged or calibration.get("kind") == "files":
+            raise UsageError(
+                f"Calibration used {used or 'text of its own'}, and a mapper does not record where "
+                "local or merged text is.",
+                "Name the text to evaluate on: --data FILE.",
+            )
+        data = used
+    if data == used == "stdlib":
+        return "stdlib-held-out", 0, length or used_length
+    if not _calibrated_on(calibration, data):
+        if length is None and not isinstance(used_length, int):
+            raise UsageError("Calibration had no one length.", "Choose one: --length 512.")
+        return data, 0, length or used_length
+    if merged or length not in (None, used_length):
+        raise UsageError(
+            f"Calibration used {data} in sequences of {used_length} tokens; which of those of "
+            f"{length or used_length} tokens it has seen cannot be told.",
+            "Leave --length out, or evaluate on other text with --data.",
+        )
+    return data, calibration["sequences"], used_length
+
+
+def _calibrated_on(calibration: dict[str, Any], data: str) -> bool:
+    """Whether a text is one that calibration used, or another version of it."""
+    about = describe(data)
+    # A file may have any name; built-in texts and datasets keep theirs when they change.
+    key = "sha256" if about["kind"] == "files" else "data"
+    used = calibration.get(key)
+    return about[key] in (used if isinstance(used, list) else [used])
 
 
 def _sequences(

@@ -106,7 +106,10 @@ def prefill_mapped(
     if start > 0:
         device = target_model.device
         output = prefill(
-            target_model, input_ids[:, :start].to(device), attention_mask=mask[:, :start]
+            target_model,
+            input_ids[:, :start].to(device),
+            attention_mask=mask[:, :start],
+            logits_to_keep=1,
         )
         exact = cache_of(output)
     if start == stop:

@@ -25,7 +25,8 @@ from transformers.utils.logging import tqdm
 
 from kvhub.cache import build_cache, cache_of, prefill
 from kvhub.compatibility import require_same
-from kvhub.errors import UsageError, VerificationError
+from kvhub.continuations import repeat_row, score_continuations
+from kvhub.errors import UsageError
 from kvhub.generation import EXACT_PREFIX, generate_from, prefill_mapped
 from kvhub.mapper import KVMapper
 from kvhub.spec import ModelSpec
@@ -42,7 +43,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["SETTINGS", "HandoffLM"]
 
@@ -52,7 +53,6 @@ Setting = Literal["target_alone", "mapped", "source_alone"]
 SETTINGS: tuple[Setting, ...] = ("target_alone", "mapped", "source_alone")
 BATCH_SIZE = 8
 MAX_NEW_TOKENS = 256  # where a task does not say; the harness' own default
-MAX_LOGITS = 2**26  # numbers copied to float32 at once: 256 MiB
 # The harness' names for how many tokens to generate, the first one wins.
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
@@ -273,7 +273,9 @@ class HandoffLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
                 for start in range(0, len(group), step):
                     rows = group[start : start + step]
                     texts = [requests[index][2] for index in rows]
-                    scores = self._score(_copies(cache, len(rows)), context[-1], texts)
+                    scores = score_continuations(
+                        self.model, repeat_row(cache, len(rows)), context[-1], texts
+                    )
                     for index, answer in zip(rows, scores, strict=True):
                         answers[index] = answer
                         if requests[index][0] is not None:
@@ -296,7 +298,7 @@ class HandoffLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
                 cache = self._read(context)
                 for index in group:
                     _, until, options = plans[index]
-                    answers[index] = self._write(_copies(cache, 1), context, until, options)
+                    answers[index] = self._write(repeat_row(cache, 1), context, until, options)
                     args = requests[index].args
                     self.cache_hook.add_partial("generate_until", args, answers[index])
                     bar.update(1)
@@ -347,38 +349,6 @@ class HandoffLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             return build_cache([], [])
         return cache_of(prefill(self.model, ids[:, :-1].to(self._device), logits_to_keep=1))
 
-    @torch.no_grad()
-    def _score(
-        self, cache: "Cache", last: int, continuations: Sequence[list[int]]
-    ) -> list[tuple[float, bool]]:
-        """Score continuations of one context; the cache has a row for each and is used up."""
-        rows, longest = len(continuations), max(map(len, continuations))
-        # Padding on the right: no token before it attends to it.
-        text = torch.zeros(rows, longest, dtype=torch.long)
-        real = torch.zeros(rows, longest, dtype=torch.bool)
-        for row, continuation in enumerate(continuations):
-            text[row, : len(continuation)] = torch.tensor(continuation)
-            real[row, : len(continuation)] = True
-        text, real = text.to(self._device), real.to(self._device)
-        inputs = torch.cat([text.new_full((rows, 1), last), text[:, :-1]], dim=1)
-        logprobs = torch.zeros(rows, dtype=torch.float64)
-        greedy = torch.ones(rows, dtype=torch.bool)
-        vocabulary = self.model.get_input_embeddings().weight.shape[0]
-        step = max(1, MAX_LOGITS // (rows * vocabulary))
-        for start in range(0, longest, step):
-            span = slice(start, start + step)
-            output = prefill(self.model, inputs[:, span], cache=cache)
-            cache = cache_of(output)
-            logprob, right = _score_tokens(output.logits, text[:, span])
-            logprobs += torch.where(real[:, span], logprob, 0.0).sum(1, dtype=torch.float64).cpu()
-            greedy &= (right | ~real[:, span]).all(1).cpu()
-        if bool(logprobs.isnan().any()):
-            raise VerificationError(
-                f"The log probabilities of a continuation are not numbers ({self.setting}).",
-                "Load the models in bfloat16 or float32.",
-            )
-        return list(zip(logprobs.tolist(), greedy.tolist(), strict=True))
-
     def _write(
         self, cache: "Cache", context: Sequence[int], until: list[str], options: Mapping[str, Any]
     ) -> str:
@@ -411,21 +381,6 @@ def _same(contexts: Sequence[list[int]]) -> Iterable[tuple[tuple[int, ...], list
     for index, context in enumerate(contexts):
         groups.setdefault(tuple(context), []).append(index)
     return groups.items()
-
-
-def _copies(cache: "Cache", rows: int) -> "DynamicCache":
-    """A new cache with a one-row cache's row `rows` times."""
-    return build_cache(
-        (layer.keys.expand(rows, -1, -1, -1) for layer in cache.layers),
-        (layer.values.expand(rows, -1, -1, -1) for layer in cache.layers),
-    )
-
-
-def _score_tokens(logits: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-    """Log probability of each token in at least float32, and whether it is the most likely."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    logprobs = logits.log_softmax(-1, dtype=dtype).gather(-1, text[..., None])[..., 0]
-    return logprobs, logits.argmax(-1) == text
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ class FitPlan:
     device: str | None = None
     statistics: Path | None = None
     overwrite: bool = False
+    explicit: frozenset[str] = frozenset()  # what the user asked for, not a recipe or a default
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ def _statistics(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "Sta
         statistics = Statistics.load(plan.statistics)
         require_same(statistics.source, source, "source")
         require_same(statistics.target, target, "target")
+        _require_settings(statistics, plan)
         say(f"Using the statistics in {plan.statistics}; no model is loaded.")
         return statistics
     import torch
@@ -199,6 +201,28 @@ def _statistics(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "Sta
     return statistics
 
 
+def _require_settings(statistics: "Statistics", plan: FitPlan) -> None:
+    """Raise UsageError where a calibration was made otherwise than this fit is asked for."""
+    made: dict[str, Any] = {**statistics.provenance, "weighting": statistics.weighting}
+    asked: dict[str, Any] = {"weighting": plan.weighting}
+    for name in ("sequences", "length", "stride"):
+        if name in plan.explicit:
+            asked[name] = getattr(plan, name)
+    if "data" in plan.explicit:
+        from kvhub.data import describe
+
+        asked["data"] = describe(plan.data)["data"]
+    other = {name: value for name, value in asked.items() if made.get(name) != value}
+    if other:
+        differences = ", ".join(
+            f"{name} {made.get(name)} there and {value} here" for name, value in other.items()
+        )
+        raise UsageError(
+            f"The statistics in {plan.statistics} were made otherwise: {differences}.",
+            "Leave these options out, or calibrate again into another --statistics file.",
+        )
+
+
 def _join_ranks() -> tuple[int, int]:
     """Join the process group of `torchrun`, if it started this process."""
     if "WORLD_SIZE" not in os.environ:
@@ -225,27 +249,19 @@ def evaluate_mapper(
 ) -> "tuple[Report, Path]":
     """Evaluate a mapper and put report and plots into its package.
 
-    Without `data` the text is what calibration used, from the sequence on where it stopped. Only
+    Without `data` the text is what calibration used, behind what it saw. Only
     a mapper in the local store or a directory can take the report; its tensors do not change.
     """
     from kvhub.data import describe, evaluation_stream, token_batches
     from kvhub.evaluation import evaluate
-    from kvhub.package import save
+    from kvhub.package import read_config, save
     from kvhub.plots import draw_plots
 
     path = find_mapper(name)
+    calibration = read_config(path)[0].calibration
+    data, start, length = evaluation_stream(calibration, data, length)
     mapper, pair = _loaded(name, source, target, dtype, device)
-    used = mapper.config.calibration
-    start = 0
-    if data is None:
-        data, start = evaluation_stream(used["data"], used["sequences"])
-    batches = token_batches(
-        pair.tokenizer,
-        data,
-        sequences=sequences,
-        length=length or used["length"],
-        start=start,
-    )
+    batches = token_batches(pair.tokenizer, data, sequences=sequences, length=length, start=start)
     with track("Evaluate") as progress:
         report = evaluate(
             mapper,

@@ -118,6 +118,22 @@ def test_the_whole_life_of_a_mapper(kvhub, pair, tmp_path):
     assert [timing["tokens"] for timing in timings["timings"]] == [16, 32]
 
 
+def test_a_refit_refuses_settings_that_the_statistics_do_not_have(kvhub, pair, tmp_path):
+    file = ("--statistics", tmp_path / "statistics")
+    assert kvhub(*fit_arguments(pair, "mine", *file)).code == 0
+    again = ("--overwrite", *file)
+    assert kvhub(*fit_arguments(pair, "mine", *again)).code == 0
+    for option, value in (
+        ("weighting", "attention"),
+        ("data", "english"),
+        ("sequences", 31),
+        ("length", 47),
+        ("stride", 2),
+    ):
+        refused = kvhub(*fit_arguments(pair, "mine", *again, f"--{option}", value))
+        assert_refused(refused, 2, f"made otherwise: {option} .* there and {value} here")
+
+
 def test_tables_are_for_people(kvhub, pair):
     assert kvhub(*fit_arguments(pair)).code == 0
     for arguments, expected in (

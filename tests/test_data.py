@@ -420,14 +420,35 @@ def test_english_is_prose():
     assert sum(f" {word} " in text for word in ("the", "is", "of", "and", "if")) == 5
 
 
+def calibrated(data, sequences=12, length=24):
+    return {**describe(data), "sequences": sequences, "length": length}
+
+
 def test_evaluation_uses_sequences_that_calibration_did_not(corpus):
-    assert evaluation_stream("stdlib", 99) == ("stdlib-held-out", 0)
-    data, start = evaluation_stream(corpus, 12)
+    assert evaluation_stream(calibrated("stdlib"), None, 7) == ("stdlib-held-out", 0, 7)
+    assert evaluation_stream(calibrated("english")) == ("english", 12, 24)
+    # Also where the user names that text again, and wherever its file lies.
+    assert evaluation_stream(calibrated("stdlib"), "stdlib") == ("stdlib-held-out", 0, 24)
+    assert evaluation_stream(calibrated("stdlib"), "english", 48) == ("english", 0, 48)
+    data, start, length = evaluation_stream(calibrated(corpus), corpus)
     tokenizer = word_tokenizer()
     used = sequences_of(token_batches(tokenizer, corpus, sequences=12, length=24))
-    fresh = sequences_of(token_batches(tokenizer, data, sequences=12, length=24, start=start))
+    fresh = sequences_of(token_batches(tokenizer, data, sequences=12, length=length, start=start))
     assert len(fresh) == 12
     assert not used.keys() & fresh.keys()
+
+
+def test_text_that_calibration_may_have_seen_is_refused(corpus):
+    with pytest.raises(UsageError, match=r"sequences of 24 tokens.*of 12 tokens"):
+        evaluation_stream(calibrated("english"), None, 12)
+    with pytest.raises(UsageError, match="does not record where local"):
+        evaluation_stream(calibrated(corpus))
+    one, two = calibrated("english"), calibrated(corpus)
+    merged = {**one, "data": [one["data"], two["data"]], "sha256": [one["sha256"], two["sha256"]]}
+    for data in ("english", corpus):
+        with pytest.raises(UsageError, match="cannot be told"):
+            evaluation_stream(merged, data)
+    assert evaluation_stream(merged, "stdlib") == ("stdlib", 0, 24)
 
 
 def test_provenance_identifies_a_text_and_hides_where_it_lay(tmp_path):

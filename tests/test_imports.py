@@ -26,7 +26,7 @@ LAYERS = [
         *("report", "rope", "spec", "tokenization"),
     ],
     [
-        *("attention", "cache", "compatibility", "corpus", "data", "estimates"),
+        *("attention", "cache", "compatibility", "continuations", "corpus", "data", "estimates"),
         *("mapper_config", "models", "probe", "recipe"),
     ],
     ["mapper", "moments", "package", "stats", "store"],
@@ -38,6 +38,8 @@ LAYERS = [
     ["exporters"],
     ["console"],
     ["tables"],
+    ["cli_options"],
+    ["cli_mappers", "cli_models"],
     ["cli"],
     ["__main__"],
 ]
@@ -50,7 +52,7 @@ NEVER = {
 # Third-party packages that only these may import.
 ONLY_IN = {
     "rich": {"console"},
-    "typer": {"cli"},
+    "typer": {"cli", "cli_mappers", "cli_models", "cli_options"},
     "huggingface_hub": {"cards", "configs", "corpus", "hub", "models", "package", "spec"},
     "datasets": {"corpus"},
     "pyarrow": {"corpus"},

@@ -28,7 +28,7 @@ pytest.importorskip("lm_eval")
 import lm_eval
 from lm_eval.tasks import TaskManager
 
-from kvhub import lm_eval_adapter, lm_eval_tasks
+from kvhub import continuations, lm_eval_tasks
 from kvhub.lm_eval_adapter import SETTINGS, HandoffLM
 from kvhub.lm_eval_tasks import evaluate_tasks
 
@@ -331,7 +331,7 @@ def test_neither_batches_nor_chunks_change_the_scores(adapted, monkeypatch):
     expected = adapted(batch_size=8).loglikelihood(requests(PAIRS), disable_tqdm=True)
     found = adapted(batch_size=1).loglikelihood(requests(PAIRS), disable_tqdm=True)
     assert_same_scores(found, expected)
-    monkeypatch.setattr(lm_eval_adapter, "MAX_LOGITS", 3 * VOCABULARY)
+    monkeypatch.setattr(continuations, "MAX_LOGITS", 3 * VOCABULARY)
     assert_same_scores(adapted().loglikelihood(requests(PAIRS), disable_tqdm=True), expected)
 
 
