@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -12,11 +15,32 @@ OUTPUT = ROOT / "demo-output"
 MAPPER = "tiny-middle-to-large"
 
 
-def run(*command: str) -> None:
+OFFLINE = {"KVHUB_HOME": str(OUTPUT), "HF_HUB_OFFLINE": "1"}
+
+
+def run(*command: str, settings: dict[str, str] = OFFLINE) -> None:
     print(f"\n$ {' '.join(command)}", flush=True)
     executable = Path(sys.executable).parent / command[0]
-    environment = {**os.environ, "KVHUB_HOME": str(OUTPUT), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **settings}
     subprocess.run([executable, *command[1:]], check=True, cwd=ROOT, env=environment)
+
+
+@contextmanager
+def local_hub() -> Iterator[dict[str, str]]:
+    """Settings for a Hub on this machine, the one that the tests use, empty at first."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tests.hub_server", "--root", f"{folder}/hub"]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                endpoint = server.stdout.readline().strip().removeprefix("HF_ENDPOINT=")
+                yield {
+                    "KVHUB_HOME": str(OUTPUT),
+                    "HF_ENDPOINT": endpoint,
+                    "HF_HOME": f"{folder}/home",
+                    "HF_TOKEN": "any",
+                }
+            finally:
+                server.terminate()
 
 
 def main() -> None:
@@ -35,6 +59,14 @@ def main() -> None:
     run("kvhub", "handoff", MAPPER, "--prompt-file", prompt, "--max-new-tokens", "28")
     run("kvhub", "bench", MAPPER, "--lengths", "256,1024")
     run("python", "examples/02_load_and_hand_off.py", MAPPER)
+
+    print("\nThe same mapper through a Hub, here one on this machine:")
+    repository = f"demo/{MAPPER}"
+    with local_hub() as settings:
+        run("kvhub", "push", MAPPER, "--repo-id", repository, settings=settings)
+        run("kvhub", "versions", repository, settings=settings)
+        run("kvhub", "pull", f"{repository}@^1.0", settings=settings)
+        run("python", "examples/02_load_and_hand_off.py", repository, settings=settings)
 
     print(f"\nDone in {time.monotonic() - started:.0f} s. The mapper, its report, its card and its")
     print(f"plots are in demo-output/mappers/{MAPPER}.")

@@ -33,8 +33,7 @@ def new_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     recover(path)
     _require_free(path, overwrite)
-    prefix = f".{path.name}{BUILDING}{os.getpid()}-"
-    building = Path(tempfile.mkdtemp(dir=path.parent, prefix=prefix))
+    building = Path(tempfile.mkdtemp(dir=path.parent, prefix=_building(path)))
     try:
         yield building
         _require_free(path, overwrite)
@@ -49,7 +48,7 @@ def new_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def recover(path: Path) -> None:
-    """Mend what processes that were killed left of `path`.
+    """Mend what processes that were killed left of a directory or file.
 
     A directory whose replacement stopped half way is put back, and what was never finished goes.
     """
@@ -62,8 +61,17 @@ def recover(path: Path) -> None:
         else:
             old.rename(path)
     for left in path.parent.glob(f".{name}{BUILDING}*-*"):
-        if not _is_running(left.name.rpartition(BUILDING)[2].partition("-")[0]):
+        if _is_running(left.name.rpartition(BUILDING)[2].partition("-")[0]):
+            continue
+        if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
+
+
+def _building(path: Path) -> str:
+    """How the name of what this process builds for `path` begins."""
+    return f".{path.name}{BUILDING}{os.getpid()}-"
 
 
 def _is_running(process: str) -> bool:
@@ -81,7 +89,8 @@ def _is_running(process: str) -> bool:
 def new_file(path: Path) -> Iterator[Path]:
     """Yield a temporary file that replaces `path` when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    recover(path)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_building(path))
     os.close(handle)
     temporary = Path(name)
     try:

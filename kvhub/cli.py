@@ -13,7 +13,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="kvhub",
-    help="Map one language model's KV cache into another's: fit, evaluate, package, hand off.",
+    help="Map one language model's KV cache into another's: fit, evaluate, publish, hand off.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -24,8 +24,17 @@ for command in (
     cli_models.evaluate,
     cli_models.handoff,
     cli_models.bench,
+    cli_mappers.push,
+    cli_mappers.pull,
+    cli_mappers.versions,
     cli_mappers.info,
+    cli_mappers.diff,
     cli_mappers.verify,
+    cli_mappers.lock,
+    cli_mappers.sync,
+    cli_mappers.deprecate,
+    cli_mappers.yank,
+    cli_mappers.unyank,
     cli_models.env,
 ):
     app.command()(command)

@@ -60,7 +60,7 @@ def check(
     from kvhub.compatibility import compare_pair, require_pair
     from kvhub.estimates import estimate
     from kvhub.models import count_parameters
-    from kvhub.pipeline import read_spec
+    from kvhub.pairs import read_spec
     from kvhub.recipe import load_recipe, locate_model
 
     if target is None:
@@ -120,7 +120,7 @@ def fit(
     """
     from dataclasses import fields
 
-    from kvhub.pipeline import FitPlan, fit_mapper
+    from kvhub.fitting import FitPlan, fit_mapper
     from kvhub.recipe import load_recipe
     from kvhub.store import mapper_path
 

@@ -49,7 +49,9 @@ class Method(str, Enum):
     greedy = "greedy"
 
 
-MapperArgument = Annotated[str, typer.Argument(help="A local name or a directory.")]
+MapperArgument = Annotated[
+    str, typer.Argument(help="A local name, a directory, or org/repo[@version].")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Dtype = Annotated[
     str, typer.Option(help="auto, float32, bfloat16 or float16; auto is float32 on a CPU.")

@@ -1,15 +1,21 @@
 """Deciding whether one model's cache can be mapped into another's, as data with reasons."""
 
+import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from kvhub.architectures import SUPPORTED_ROPE_TYPES
 from kvhub.errors import IncompatiblePairError, UsageError
 from kvhub.spec import ModelSpec, RopeSpec
 
+logger = logging.getLogger(__name__)
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 Heads: TypeAlias = Literal["all", "matched"]
 Verdict: TypeAlias = Literal["ok", "warn", "refuse"]
 
@@ -92,11 +98,71 @@ def require_pair(source: ModelSpec, target: ModelSpec, heads: Heads = "all") -> 
     )
 
 
+@dataclass(frozen=True)
+class Match:
+    """One thing about a model at hand beside what was stored when a mapper was fitted.
+
+    Attributes
+    ----------
+    field
+        What was compared.
+    expected, found
+        The stored value and the model's, as JSON values or text.
+    verdict
+        "ok"; "warn" if the caches should be the same but that cannot be told from here; "refuse"
+        if a mapped cache would be wrong.
+    reason
+        Why, in one sentence.
+    """
+
+    field: str
+    expected: object
+    found: object
+    verdict: Verdict
+    reason: str
+
+
+def compare_model(expected: ModelSpec, found: ModelSpec) -> list[Match]:
+    """Compare a model at hand with the stored spec of the one that a mapper was fitted for.
+
+    Dtypes and vocabulary padding may differ. Frequencies may differ by rounding, because they
+    depend on the machine that computed them. Local models have no commit to compare.
+    """
+    result = []
+    names = ["model_type", "num_layers", "attention_heads", "kv_heads", "head_dim", "hidden_size"]
+    names += ["qk_norm", "layer_types", "sliding_window"]
+    if expected.tokenizer_digest is not None and found.tokenizer_digest is not None:
+        names.append("tokenizer_digest")
+    for name in names:
+        a, b = getattr(expected, name), getattr(found, name)
+        verdict: Verdict = "ok" if a == b else "refuse"
+        reason = "equal" if a == b else "such a model writes another cache"
+        result.append(Match(name, a, b, verdict, reason))
+    same = _same_rope(expected.rope, found.rope)
+    result.append(
+        Match(
+            "RoPE",
+            _rope_text(expected.rope, full=True),
+            _rope_text(found.rope, full=True),
+            "ok" if same else "refuse",
+            "equal" if same else "its keys are rotated otherwise",
+        )
+    )
+    if HUB_ID.fullmatch(expected.model_id) and HUB_ID.fullmatch(found.model_id):
+        for name in ("model_id", "revision"):
+            a, b = getattr(expected, name), getattr(found, name)
+            if name == "revision" and (a is None or b is None):
+                continue
+            verdict = "ok" if a == b else "warn"
+            reason = "equal" if a == b else "other weights write another cache, if they differ"
+            result.append(Match(name, a, b, verdict, reason))
+    return result
+
+
 def require_same(expected: ModelSpec, found: ModelSpec, role: str) -> None:
     """Raise unless a live model writes the cache that a stored spec describes.
 
-    Names, commits, dtypes and vocabulary padding may differ. Frequencies may differ by rounding,
-    because they depend on the machine that computed them.
+    A model of another name or commit is reported once to the log, as a warning.
 
     Parameters
     ----------
@@ -112,26 +178,26 @@ def require_same(expected: ModelSpec, found: ModelSpec, role: str) -> None:
     IncompatiblePairError
         If geometry, layer types, RoPE, or two known tokenizers differ.
     """
-    names = ["model_type", "num_layers", "attention_heads", "kv_heads", "head_dim", "hidden_size"]
-    names += ["qk_norm", "layer_types", "sliding_window"]
-    if expected.tokenizer_digest is not None and found.tokenizer_digest is not None:
-        names.append("tokenizer_digest")
-    differences = [
-        f"{name} {getattr(expected, name)} but found {getattr(found, name)}"
-        for name in names
-        if getattr(expected, name) != getattr(found, name)
-    ]
-    if not _same_rope(expected.rope, found.rope):
-        differences.append(
-            f"RoPE {_rope_text(expected.rope, full=True)} but found "
-            f"{_rope_text(found.rope, full=True)}"
-        )
-    if differences:
+    matches = compare_model(expected, found)
+    refused = [match for match in matches if match.verdict == "refuse"]
+    if refused:
+        differences = "; ".join(f"{m.field} {m.expected} but found {m.found}" for m in refused)
         raise IncompatiblePairError(
             f"The {role} model {_name(found)} is not the one that was fitted: "
-            f"expected {'; '.join(differences)}.",
+            f"expected {differences}.",
             f"Load {_name(expected)}, or fit a mapper for this model.",
         )
+    for match in matches:
+        if match.verdict == "warn":
+            _warn_once(
+                f"The mapper was fitted for the {role} {match.field} {match.expected}; found "
+                f"{match.found}: {match.reason}."
+            )
+
+
+@lru_cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def _decisions(source: ModelSpec, target: ModelSpec, heads: Heads) -> Iterator[Decision]:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     TextColumn,
@@ -21,7 +22,7 @@ from rich.table import Table
 
 from kvhub.errors import KVHubError
 
-__all__ = ["emit", "say", "show_error", "table", "track"]
+__all__ = ["emit", "say", "show_error", "table", "track", "track_files"]
 
 
 PIPED_WIDTH = 200  # no terminal says how wide, and a narrow guess would cut what is measured
@@ -85,6 +86,21 @@ def track(description: str) -> Iterator[Callable[[int, int], None]]:
 
         def update(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total or None)
+
+        yield update
+
+
+@contextmanager
+def track_files(description: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar in bytes on stderr; call what it yields with (file, done, total)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    console = _err()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(description, total=None)
+
+        def update(file: str, done: int, total: int) -> None:
+            named = f"{description} {file}" if file else description
+            progress.update(task, description=named, completed=done, total=total or None)
 
         yield update
 

@@ -194,28 +194,28 @@ def evaluation_stream(
         told from those of `length` tokens.
     """
     used, used_length = calibration.get("data"), calibration.get("length")
-    merged = not isinstance(used, str) or not isinstance(used_length, int)
-    if data is None:
-        if merged or calibration.get("kind") == "files":
-            raise UsageError(
-                f"Calibration used {used or 'text of its own'}, and a mapper does not record where "
-                "local or merged text is.",
-                "Name the text to evaluate on: --data FILE.",
-            )
-        data = used
-    if data == used == "stdlib":
-        return "stdlib-held-out", 0, length or used_length
-    if not _calibrated_on(calibration, data):
-        if length is None and not isinstance(used_length, int):
-            raise UsageError("Calibration had no one length.", "Choose one: --length 512.")
-        return data, 0, length or used_length
-    if merged or length not in (None, used_length):
+    tokens = length or used_length
+    if not isinstance(tokens, int):
+        raise UsageError("Calibration had no one length.", "Choose one: --length 512.")
+    findable = isinstance(used, str) and calibration.get("kind") != "files"
+    if data is None and not findable:
         raise UsageError(
-            f"Calibration used {data} in sequences of {used_length} tokens; which of those of "
-            f"{length or used_length} tokens it has seen cannot be told.",
+            f"Calibration used {used or 'text of its own'}, and a mapper does not record where "
+            "local or merged text is.",
+            "Name the text to evaluate on: --data FILE.",
+        )
+    data = data or str(used)
+    if data == used == "stdlib":
+        return "stdlib-held-out", 0, tokens
+    if not _calibrated_on(calibration, data):
+        return data, 0, tokens
+    if not isinstance(used, str) or tokens != used_length:
+        raise UsageError(
+            f"Calibration used {used} in sequences of {used_length} tokens; which of those of "
+            f"{tokens} tokens it has seen cannot be told.",
             "Leave --length out, or evaluate on other text with --data.",
         )
-    return data, calibration["sequences"], used_length
+    return data, calibration["sequences"], tokens
 
 
 def _calibrated_on(calibration: dict[str, Any], data: str) -> bool:

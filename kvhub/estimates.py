@@ -1,17 +1,20 @@
-"""What a mapper would weigh and save, from two specs alone."""
+"""What a mapper would weigh, cost and save, from two specs alone."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvhub.compatibility import Heads
+from kvhub.roofline import DEVICES, H100_SXM, Prediction, map_weights, predict
 from kvhub.spec import ModelSpec
 
 __all__ = ["Estimate", "estimate"]
 
+LENGTHS = (1024, 8192, 32768)  # contexts in tokens
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """Sizes and floating-point operations; no time of any machine.
+    """Sizes, operations, and predicted times; nothing here is measured.
 
     Attributes
     ----------
@@ -25,9 +28,9 @@ class Estimate:
         What calibration keeps in memory, fitted and held-out moments in float64.
     map_flops
         Per token.
-    prefill_flops
-        Per token of the target's prefill, by context length: twice its weights, and causal
-        attention over half the context on average.
+    predictions
+        Times of the map and of the target's prefill, for each device of `kvhub.roofline` and each
+        context length.
     """
 
     heads: Heads
@@ -37,24 +40,20 @@ class Estimate:
     features: int
     statistics_bytes: int
     map_flops: int
-    prefill_flops: dict[int, int]
+    predictions: tuple[Prediction, ...]
 
     @property
     def gain(self) -> dict[int, float]:
-        """Prefill over map operations, by context length: the gain where both are compute bound."""
-        return {tokens: flops / self.map_flops for tokens, flops in self.prefill_flops.items()}
+        """How much faster than prefilling an H100 maps, by context length; see `Prediction`."""
+        return {p.tokens: p.gain for p in self.predictions if p.device == H100_SXM.name}
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "gain": self.gain}
+        predictions = [prediction.to_dict() for prediction in self.predictions]
+        return {**asdict(self), "predictions": predictions, "gain": self.gain}
 
 
 def estimate(
-    source: ModelSpec,
-    target: ModelSpec,
-    heads: Heads,
-    top_k: int,
-    target_parameters: int,
-    lengths: tuple[int, ...] = (1024, 8192, 32768),
+    source: ModelSpec, target: ModelSpec, heads: Heads, top_k: int, target_parameters: int
 ) -> Estimate:
     """Estimate a mapper of a pair.
 
@@ -66,16 +65,21 @@ def estimate(
         Of the mapper; `top_k` is cut to the source's layers.
     target_parameters
         Weights of the target, from `kvhub.models.count_parameters`.
-    lengths
-        Context lengths in tokens.
+
+    Raises
+    ------
+    UsageError
+        `top_k` is below 1.
     """
     top_k = min(top_k, source.num_layers)
     groups = 1 if heads == "all" else target.kv_heads
     features = top_k * source.kv_dim // groups
-    weights = 2 * target.num_layers * features * target.kv_dim
+    weights = map_weights(source, target, heads, top_k)
     columns = source.num_layers * source.kv_dim + target.num_layers * target.kv_dim
     moments = source.num_layers * source.kv_dim * columns // groups
-    attention = 4 * target.num_layers * target.attention_heads * target.head_dim
+    # Embeddings are looked up, not multiplied. Where the output has its own, those stay in,
+    # although only the last token needs them.
+    multiplied = target_parameters - target.vocab_size * target.hidden_size
     parameters = weights + 2 * target.num_layers * target.kv_dim
     return Estimate(
         heads=heads,
@@ -85,5 +89,9 @@ def estimate(
         features=features,
         statistics_bytes=2 * 2 * 8 * moments,
         map_flops=2 * weights,
-        prefill_flops={n: 2 * target_parameters + attention * n // 2 for n in lengths},
+        predictions=tuple(
+            predict(source, target, heads, top_k, multiplied, tokens, device)
+            for device in DEVICES
+            for tokens in LENGTHS
+        ),
     )

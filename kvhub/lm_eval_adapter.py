@@ -135,14 +135,9 @@ class HandoffLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
         `source` and `target` name the models where they have been moved.
         """
-        from kvhub.pipeline import load_pair
+        from kvhub.pairs import load_mapper_pair
 
-        loaded = KVMapper.from_pretrained(mapper)
-        config = loaded.config
-        pair = load_pair(
-            source or config.source.model_id, target or config.target.model_id, dtype, device
-        )
-        loaded = loaded.to(pair.target.device)
+        loaded, pair = load_mapper_pair(mapper, source, target, dtype, device)
         return cls(loaded, pair.source, pair.target, pair.tokenizer, **options)
 
     @classmethod

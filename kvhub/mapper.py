@@ -8,7 +8,7 @@ For target layer l, with X the content keys (or values) of its selected source l
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from kvhub.rope import Rotation
 
 if TYPE_CHECKING:
     from transformers import Cache, DynamicCache
+
+    from kvhub.publishing import Pushed
 
 __all__ = ["KVMapper"]
 
@@ -94,29 +96,93 @@ class KVMapper(nn.Module):
         cls,
         name_or_path: str | Path,
         *,
+        revision: str | None = None,
+        lock: str | Path | None = None,
+        public_key: str | Path | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> "KVMapper":
-        """Load a mapper by its local name or its directory, every file verified.
+        """Load a mapper, every file verified.
 
         Parameters
         ----------
         name_or_path
-            A name in the local store, or a directory that `save_pretrained` wrote.
+            A name in the local store, a directory that `save_pretrained` wrote, or `org/repo` on
+            the Hub.
+        revision
+            Of a mapper on the Hub: a version (`v1.0.0`), a range of versions (`^1.2`), a commit
+            or a branch; None for the newest version. It speaks of the mapper; the revisions of
+            the two models are in its config.
+        lock
+            A lock file that `kvhub lock` wrote: load the commit that it names, or refuse.
+        public_key
+            Require a signature by this key, checked before config.json or a tensor is read; see
+            `kvhub.signing`.
         device, dtype
             Where to put the tensors, and as what; None keeps the stored dtype.
 
         Raises
         ------
         NotFoundError
-            There is no such mapper.
+            There is no such mapper or revision.
         VerificationError
-            A file is missing, extra, truncated or edited, or does not fit config.json.
+            A file is missing, extra, truncated or edited, or does not fit config.json; a version
+            on the Hub was moved; or the lock file says otherwise.
+        AuthError, NetworkError
+            The Hub refuses, or cannot be reached and the cache does not have the mapper.
+        UsageError
+            A revision or lock file for a local mapper, or both.
         """
         from kvhub.package import load
-        from kvhub.store import find_mapper
+        from kvhub.store import find_local, find_mapper
 
-        return load(find_mapper(str(name_or_path))).to(device=device, dtype=dtype)
+        name = str(name_or_path)
+        if revision is not None and lock is not None:
+            raise UsageError("Give a revision or a lock file, not both.")
+        if (revision is not None or lock is not None) and find_local(name) is not None:
+            raise UsageError(
+                f"{name} is a local mapper, which has no revisions.",
+                "Leave revision and lock out, or name a mapper on the Hub: org/repo.",
+            )
+        if lock is not None:
+            from kvhub.lockfile import load_locked
+
+            path = load_locked(name, Path(lock))
+        else:
+            path = find_mapper(name if revision is None else f"{name}@{revision}")
+        if public_key is not None:
+            from kvhub.signing import verify_signature
+
+            verify_signature(path, Path(public_key))
+        return load(path).to(device=device, dtype=dtype)
+
+    def push_to_hub(self, repo_id: str, *, version: str | None = None, **options: Any) -> "Pushed":
+        """Publish this mapper as a version of a repository on the Hub.
+
+        Parameters
+        ----------
+        repo_id
+            `org/repo`; it is made if it is not there.
+        version
+            `1.0.0`; None for the one that the change demands.
+        options
+            As for `kvhub.publishing.push`.
+
+        Raises
+        ------
+        ConflictError
+            The version exists with other content, or somebody else pushed meanwhile.
+        AuthError, NetworkError, UsageError
+            As for `kvhub.publishing.push`.
+        """
+        import tempfile
+
+        from kvhub.publishing import push
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / repo_id.rpartition("/")[2]
+            self.save_pretrained(path)
+            return push(path, repo_id, version=version, **options)
 
     def save_pretrained(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Write a package directory, atomically.

@@ -1,5 +1,6 @@
 """The local store: mappers by name under `$KVHUB_HOME/mappers`, default `~/.cache/kvhub`."""
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -7,7 +8,9 @@ from pathlib import Path
 from kvhub.atomic import recover
 from kvhub.errors import NotFoundError, UsageError
 
-__all__ = ["find_mapper", "home", "mapper_names", "mapper_path", "work_path"]
+__all__ = ["find_local", "find_mapper", "home", "mapper_names", "mapper_path", "work_path"]
+
+logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
@@ -47,27 +50,44 @@ def mapper_names() -> list[str]:
     return sorted(path.name for path in folder.iterdir() if NAME.fullmatch(path.name))
 
 
-def find_mapper(name_or_path: str) -> Path:
-    """The directory of a mapper given by its local name or its path.
+def find_mapper(name: str) -> Path:
+    """The directory of a mapper given by its local name, its path or as `org/repo[@version]`.
 
-    A name in the store comes first; what contains a slash or exists as a directory is a path.
+    A name in the local store comes first, then an existing directory, then the Hub.
 
     Raises
     ------
     NotFoundError
-        There is neither.
+        There is none.
+    AuthError, NetworkError, VerificationError
+        Of mappers on the Hub, see `kvhub.hub.pull`.
     """
+    path = find_local(name)
+    if path is not None:
+        return path
+    from kvhub.versions import is_reference, parse_reference
+
+    if is_reference(name):
+        from kvhub.hub import pull
+
+        resolved, path = pull(parse_reference(name))
+        for warning in resolved.warnings:
+            logger.warning(warning)
+        return path
+    known = ", ".join(mapper_names()) or "none"
+    raise NotFoundError(
+        f"No mapper {name!r}: neither in the local store ({home() / 'mappers'}; it has: "
+        f"{known}) nor a directory.",
+        "Fit one with `kvhub fit NAME`, see `kvhub list`, or name one on the Hub: org/repo.",
+    )
+
+
+def find_local(name_or_path: str) -> Path | None:
+    """The directory of a mapper in the local store or anywhere else on disk, or None."""
     if NAME.fullmatch(name_or_path):
         path = home() / "mappers" / name_or_path
         recover(path)
         if path.is_dir():
             return path
     directory = Path(name_or_path).expanduser()
-    if directory.is_dir():
-        return directory
-    known = ", ".join(mapper_names()) or "none"
-    raise NotFoundError(
-        f"No mapper {name_or_path!r}: neither in the local store ({home() / 'mappers'}; it has: "
-        f"{known}) nor a directory.",
-        "Fit one with `kvhub fit NAME`, or see `kvhub list`.",
-    )
+    return directory if directory.is_dir() else None

@@ -43,7 +43,7 @@ def show_recipes(recipes: "Sequence[Recipe]") -> None:
 def show_check(
     source: str, target: str, decisions: "Sequence[Decision]", found: "PairEstimate | None"
 ) -> None:
-    """Every compatibility decision, and what a mapper would weigh and save."""
+    """Every compatibility decision, and what a mapper would weigh, cost and save."""
     table(
         f"{source} to {target}",
         ("", "source", "target", "verdict", "reason"),
@@ -51,7 +51,6 @@ def show_check(
     )
     if found is None:
         return
-    gains = ", ".join(f"{gain:.0f}x at {n} tokens" for n, gain in found.gain.items())
     table(
         f"A mapper with {found.heads} heads and k = {found.top_k}",
         ("", "value "),
@@ -59,9 +58,22 @@ def show_check(
             ("parameters", f"{found.parameters:,}"),
             ("size in 16-bit", megabytes(found.size_bytes)),
             ("operations per token", f"{found.map_flops / 1e9:.3f} GFLOP"),
-            ("prefill's operations over the map's", gains),
             ("calibration tokens needed", f"over {found.features:,}, better 10 x"),
             ("memory of the statistics", megabytes(found.statistics_bytes)),
+        ],
+    )
+    times = ("map, ms ", "copy by NVLink, ms ", "by PCIe, ms ", "prefill again, ms ")
+    table(
+        "Predicted for one GPU from its peaks, not measured; faster with a copy by NVLink",
+        ("GPU", "tokens ", *times, "faster "),
+        [
+            (
+                p.device,
+                p.tokens,
+                *(f"{1e3 * seconds:.2f}" for seconds in (p.map.total, p.nvlink, p.pcie, p.prefill)),
+                f"{p.gain:.1f}x",
+            )
+            for p in found.predictions
         ],
     )
 

@@ -160,6 +160,23 @@ def test_check_gives_every_decision_and_an_estimate(kvhub, pair):
     assert estimate["parameters"] == 2 * 3 * (2 * 32 * 32 + 32)
     assert estimate["statistics_bytes"] == 2 * 2 * 8 * 64 * (64 + 96)
     assert list(estimate["gain"]) == ["1024", "8192", "32768"]
+    predictions = estimate["predictions"]
+    assert [(p["device"], p["tokens"]) for p in predictions[::3]] == [
+        ("H100 SXM", 1024),
+        ("H200", 1024),
+    ]
+    assert estimate["gain"]["8192"] == predictions[1]["gain"] > 1
+
+
+def test_the_table_of_check_says_that_its_times_are_predicted(kvhub, pair):
+    out = kvhub("check", *pair, "--top-k", "2").out
+    assert re.search(r"Predicted .* not measured", out)
+    for device in ("H100 SXM", "H200"):
+        assert len(re.findall(rf"{device} .*\d\.\dx", out)) == 3
+
+
+def test_check_needs_a_layer_to_map_from(kvhub, pair):
+    assert_refused(kvhub("check", *pair, "--top-k", "0"), 2, "1 to 2 source layers.* found 0")
 
 
 def test_a_wrong_pair_is_refused(kvhub, pair, tmp_path):

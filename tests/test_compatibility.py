@@ -3,7 +3,13 @@ import dataclasses
 import pytest
 from tiny import LLAMA3, YARN, tiny_config, tiny_model
 
-from kvhub.compatibility import check_pair, compare_pair, require_pair, require_same
+from kvhub.compatibility import (
+    check_pair,
+    compare_model,
+    compare_pair,
+    require_pair,
+    require_same,
+)
 from kvhub.errors import IncompatiblePairError, UsageError
 from kvhub.spec import ModelSpec
 
@@ -162,6 +168,24 @@ def test_all_refusals_are_in_one_error():
         assert part in caught.value.message
     assert caught.value.hint == "See every decision: kvhub check org/a org/b"
     assert caught.value.exit_code == 6
+
+
+def test_other_commits_are_told_apart_from_other_geometry(caplog):
+    stored = dataclasses.replace(spec(name="org/model"), revision="a" * 40)
+    moved = dataclasses.replace(stored, revision="b" * 40)
+    verdicts = {match.field: match.verdict for match in compare_model(stored, moved)}
+    assert verdicts.pop("revision") == "warn"
+    assert set(verdicts.values()) == {"ok"}
+    with caplog.at_level("WARNING", logger="kvhub"):
+        for _ in range(2):
+            require_same(stored, moved, "source")
+        require_same(stored, stored, "source")
+        require_same(stored, dataclasses.replace(stored, revision=None), "source")
+        require_same(stored, dataclasses.replace(moved, model_id="/some/folder"), "source")
+    (record,) = caplog.records
+    assert f"source revision {'a' * 40}; found {'b' * 40}" in record.getMessage()
+    fork = dataclasses.replace(stored, model_id="org/fork")
+    assert [m.field for m in compare_model(stored, fork) if m.verdict != "ok"] == ["model_id"]
 
 
 def test_unknown_heads():

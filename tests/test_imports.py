@@ -22,29 +22,34 @@ ROOT = Path(__file__).parents[1]
 # A folder stands for all of its files.
 LAYERS = [
     [
-        *("architectures", "atomic", "bootstrap", "configs", "errors", "library"),
-        *("report", "rope", "spec", "tokenization"),
+        *("architectures", "atomic", "bootstrap", "configs", "errors", "hub_cache", "hub_client"),
+        *("hub_errors", "library", "report", "rope", "spec", "tokenization", "versions"),
     ],
     [
         *("attention", "cache", "compatibility", "continuations", "corpus", "data", "estimates"),
-        *("mapper_config", "models", "probe", "recipe"),
+        *("mapper_config", "models", "probe", "recipe", "roofline"),
     ],
-    ["mapper", "moments", "package", "stats", "store"],
+    ["hub", "hub_download", "mapper", "moments", "package", "stats", "store"],
     ["calibration", "generation", "ridge", "selection"],
     [
-        *("cards", "comparison", "evaluation", "fidelity", "lm_eval_adapter", "metrics"),
-        *("lm_eval_tasks", "pipeline", "plots"),
+        *("cards", "comparison", "difference", "evaluation", "fidelity", "fitting", "lockfile"),
+        *("lm_eval_adapter", "lm_eval_tasks", "metrics", "pairs", "pipeline", "plots"),
+        *("publishing", "release", "remote", "signing", "status"),
     ],
     ["exporters"],
     ["console"],
-    ["tables"],
+    ["artifact_tables", "tables"],
     ["cli_options"],
     ["cli_mappers", "cli_models"],
     ["cli"],
     ["__main__"],
 ]
-# Allowed all the same, but inside a function only: writing a package writes its card.
-UPWARDS_INSIDE_FUNCTIONS = {("package", "cards")}
+# Allowed all the same, but inside a function only: writing a package writes its card, and a mapper
+# is loaded by a lock file, checked for a signature and published by its own methods.
+UPWARDS_INSIDE_FUNCTIONS = {
+    ("package", "cards"),
+    *(("mapper", unit) for unit in ("lockfile", "publishing", "signing")),
+}
 # Forbidden although the layers would allow it.
 NEVER = {
     "exporters": {"calibration", "cards", "evaluation", "pipeline", "ridge"},
@@ -53,7 +58,13 @@ NEVER = {
 ONLY_IN = {
     "rich": {"console"},
     "typer": {"cli", "cli_mappers", "cli_models", "cli_options"},
-    "huggingface_hub": {"cards", "configs", "corpus", "hub", "models", "package", "spec"},
+    "huggingface_hub": {
+        *("cards", "configs", "corpus", "hub", "hub_cache", "hub_client", "hub_download"),
+        *("hub_errors", "models", "package", "publishing", "remote", "spec"),
+    },
+    "model_signing": {"signing"},
+    "cryptography": {"signing"},
+    "semantic_version": {"versions"},
     "datasets": {"corpus"},
     "pyarrow": {"corpus"},
     "matplotlib": {"plots"},
@@ -64,7 +75,10 @@ ONLY_IN = {
     "vllm": {"exporters"},
 }
 # Loaded by every command, or needed to look at a pair: neither torch nor transformers.
-LIGHT = ["", ".cli", ".console", ".errors", ".spec", ".pipeline", ".recipe", ".store"]
+LIGHT = [
+    *("", ".cli", ".console", ".errors", ".spec", ".fitting", ".pipeline", ".recipe", ".store"),
+    *(".hub", ".lockfile", ".publishing", ".status", ".versions"),
+]
 
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 FILES = {

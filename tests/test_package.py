@@ -243,4 +243,4 @@ def test_the_card_says_what_the_config_says(package):
     assert card.startswith("---\n")
     assert 'KVMapper.from_pretrained("small-to-large")' in card
     assert "| KV heads | 2 | 2 |" in card
-    assert "- org/small\n- org/large" in card
+    assert "| model | org/small | org/large |" in card.replace("`", "")

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hub_server import HubServer
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -26,23 +27,25 @@ def commands():
 @pytest.mark.slow
 def test_the_embedded_pair_from_commands_to_python(tmp_path):
     """In the README's order, in one store; `make` itself is what runs this test."""
-    environment = {**os.environ, "KVHUB_HOME": str(tmp_path)}
+    environment = {**os.environ, "KVHUB_HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf")}
     ran = []
-    for command in commands():
-        if command[0] != "kvhub" or not any("tiny" in word for word in command):
-            continue
-        executable = Path(sys.executable).parent / "kvhub"
-        done = subprocess.run(
-            [executable, *command[1:]],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, f"{command}: {done.stderr}"
-        ran.append(command[1])
-    assert ran == ["check", "fit", "evaluate", "handoff", "bench"]
+    with HubServer(tmp_path / "hub") as hub:
+        environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": "any", "HF_HUB_OFFLINE": "0"}
+        for command in commands():
+            if command[0] == "kvhub" and ("--frozen" in command or "tiny" in " ".join(command)):
+                ran.append(command[1])
+                folder = tmp_path if command[1] in ("lock", "sync") else ROOT
+                done = subprocess.run(
+                    [Path(sys.executable).parent / "kvhub", *command[1:]],
+                    cwd=folder,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                assert done.returncode == 0, f"{command}: {done.stderr}"
+    life = ["push", "versions", "pull", "diff", "lock", "sync"]
+    assert ran == ["check", "fit", "evaluate", "handoff", "bench", *life]
     (snippet,) = blocks("python")
     done = subprocess.run(
         [sys.executable, "-c", snippet],
@@ -66,7 +69,7 @@ def test_other_commands_name_real_options(capsys, monkeypatch):
             assert f"\n{command[1]}:" in makefile
         elif command[:2] == ["python", "-m"]:
             assert find_spec(command[2]) is not None
-        elif not any("tiny" in word for word in command):
+        elif "--frozen" not in command and "tiny" not in " ".join(command):
             monkeypatch.setattr(sys, "argv", command)
             with pytest.raises(SystemExit) as stopped:
                 cli.main()
