@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from kvhub import cli_mappers, cli_models, console
+from kvhub import cli_export, cli_mappers, cli_models, console
 from kvhub.errors import KVHubError, UsageError
 
 __all__ = ["app", "main"]
@@ -35,6 +35,7 @@ for command in (
     cli_mappers.deprecate,
     cli_mappers.yank,
     cli_mappers.unyank,
+    cli_export.export,
     cli_models.env,
 ):
     app.command()(command)

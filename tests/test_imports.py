@@ -40,7 +40,7 @@ LAYERS = [
     ["console"],
     ["artifact_tables", "tables"],
     ["cli_options"],
-    ["cli_mappers", "cli_models"],
+    ["cli_export", "cli_mappers", "cli_models"],
     ["cli"],
     ["__main__"],
 ]
@@ -57,7 +57,7 @@ NEVER = {
 # Third-party packages that only these may import.
 ONLY_IN = {
     "rich": {"console"},
-    "typer": {"cli", "cli_mappers", "cli_models", "cli_options"},
+    "typer": {"cli", "cli_export", "cli_mappers", "cli_models", "cli_options"},
     "huggingface_hub": {
         *("cards", "configs", "corpus", "hub", "hub_cache", "hub_client", "hub_download"),
         *("hub_errors", "models", "package", "publishing", "remote", "spec"),
@@ -70,6 +70,7 @@ ONLY_IN = {
     "matplotlib": {"plots"},
     "lm_eval": {"lm_eval_adapter", "lm_eval_tasks"},
     "onnx": {"exporters"},
+    "onnxruntime": {"exporters"},
     "triton": {"exporters"},
     "tensorrt_llm": {"exporters"},
     "vllm": {"exporters"},

@@ -1,0 +1,381 @@
+"""The map on paged KV pools in plain torch: the kernels' oracle, and what runs without them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from kvhub.exporters.plan import ExportPlan
+from torch import Tensor
+
+from kvhub.errors import IncompatiblePairError, UsageError, VerificationError
+from kvhub.mapper import CPU_ROWS, WORKSPACE_BYTES, multiply
+from kvhub.rope import Rotation
+
+__all__ = ["PagedCache", "check_caches", "map_paged"]
+
+POOL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int32, torch.int64)
+KEYS, VALUES = 0, 1  # in a pool's third dim
+
+
+class Cells(NamedTuple):
+    """Where some tokens lie in a pool: `blocks`, `slots` and absolute `positions`, all `[tokens]`.
+
+    int64, on the pool's device.
+    """
+
+    blocks: Tensor
+    slots: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PagedCache:
+    """A KV cache in blocks of a pool. Keys are in rotated space.
+
+    Attributes
+    ----------
+    pool
+        `[blocks, layers, 2, kv_heads, tokens_per_block, head_dim]` float32, float16 or bfloat16;
+        keys at 0 and values at 1 of the third dim. Any strides, but a head's dims lie together.
+    block_table
+        `[rows, max_blocks]` int32: token t of a row is in slot t % tokens_per_block of block
+        `block_table[row, t // tokens_per_block]`. Entries that no token needs may be anything.
+    lengths
+        `[rows]` integers: tokens of each row.
+    start_positions
+        `[rows]` integers: the absolute position of each row's first token.
+    """
+
+    pool: Tensor
+    block_table: Tensor
+    lengths: Tensor
+    start_positions: Tensor
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self.pool.shape[4]
+
+    def cells(self, start: int, stop: int) -> Cells:
+        """Where tokens `start` up to `stop` lie, counted over all rows, one after the other."""
+        ends = self.lengths.long().cumsum(0)
+        index = torch.arange(start, stop, device=self.pool.device)
+        rows = torch.searchsorted(ends, index, right=True)
+        tokens = index - (ends - self.lengths)[rows]
+        blocks = self.block_table[rows, tokens // self.tokens_per_block].long()
+        positions = self.start_positions[rows].long() + tokens
+        return Cells(blocks, tokens % self.tokens_per_block, positions)
+
+    def read(self, cells: Cells, layer: int, kind: int) -> Tensor:
+        """A copy of the keys or values of some tokens, `[tokens, kv_heads, head_dim]`."""
+        return self.pool[:, layer, kind][cells.blocks, :, cells.slots]
+
+    def write(self, cells: Cells, layer: int, kind: int, states: Tensor) -> None:
+        """The inverse of `read`: these cells and no others."""
+        self.pool[:, layer, kind][cells.blocks, :, cells.slots] = states
+
+
+@torch.no_grad()
+def map_paged(
+    plan: ExportPlan,
+    source: PagedCache,
+    target: PagedCache,
+    *,
+    workspace_bytes: int = WORKSPACE_BYTES,
+) -> None:
+    """Map every token of `source` into the blocks of `target`, row by row.
+
+    Writes the cells of exactly these tokens in all layers of the target's pool, and nothing else.
+    Everything on the plan's device. Arithmetic in the plan's dtype, but at least float32 on a CPU;
+    angles are float32.
+
+    Parameters
+    ----------
+    plan
+        The mapper.
+    source
+        The source model's cache.
+    target
+        Where to write. As many rows of the same lengths; blocks of any size; start positions may
+        differ from the source's, keys then move to where the target's say.
+    workspace_bytes
+        Bound on what this allocates besides a few numbers per row, table entry and layer: it takes
+        as many tokens at once as fit, and one target layer after the other.
+
+    Raises
+    ------
+    IncompatiblePairError, UsageError
+        As for `check_caches`; or `workspace_bytes` does not hold one token.
+    VerificationError
+        The source is not finite, found before anything is written; or what it maps to is not, in
+        the target's dtype: the target's blocks are then of no use.
+    """
+    check_caches(plan, source, target)
+    total = int(source.lengths.sum())
+    step = tokens_at_once(plan, workspace_bytes)
+    spans = [(start, min(start + step, total)) for start in range(0, total, step)]
+    chosen = plan.gather.tolist()
+    for span in spans:
+        _require_finite(source, span, range(plan.source_layers), "source")
+    for span in spans:
+        sums = _map_span(plan, source, target, span, chosen)
+        if not bool(torch.isfinite(sums).all()):
+            _require_finite(target, span, range(plan.target_layers), "mapped")
+
+
+def _map_span(
+    plan: ExportPlan,
+    source: PagedCache,
+    target: PagedCache,
+    span: tuple[int, int],
+    chosen: list[list[int]],
+) -> Tensor:
+    """Map the tokens of a span; the sums of what was written, not finite if a number is not."""
+    source_cells, target_cells = source.cells(*span), target.cells(*span)
+    sums = []
+    dtype, rotation_dtype = _arithmetic(plan)
+    for kind, weights, biases in (
+        (KEYS, plan.key_weight, plan.key_bias),
+        (VALUES, plan.value_weight, plan.value_bias),
+    ):
+        if kind == KEYS:
+            strip, apply = (
+                Rotation(cells.positions, spec.require_rope(), rotation_dtype, plan.device)
+                for cells, spec in (
+                    (source_cells, plan.config.source),
+                    (target_cells, plan.config.target),
+                )
+            )
+        sources = {}
+        for layer in {*chain(*chosen)}:
+            states = source.read(source_cells, layer, kind).transpose(0, 1)
+            if kind == KEYS:
+                states = strip.strip(states)
+            # [kv_heads, tokens, head_dim] -> [groups, tokens, features of a layer in a group]
+            grouped = states.to(dtype).view(plan.groups, -1, *states.shape[1:])
+            sources[layer] = grouped.transpose(1, 2).flatten(2)
+        for layer, layers in enumerate(chosen):
+            weight, bias = weights[layer].to(dtype), biases[layer][:, None].to(dtype)
+            product = multiply(
+                [sources[index] for index in layers], weight, bias, gather=weight.is_cuda
+            )
+            # [groups, tokens, outputs] -> [kv_heads, tokens, head_dim]
+            states = product.view(*product.shape[:2], -1, plan.target_head_dim)
+            states = states.transpose(1, 2).flatten(0, 1)
+            if kind == KEYS:
+                states = apply.apply(states)
+            states = states.transpose(0, 1).to(target.pool.dtype)
+            sums.append(states.sum(dtype=torch.float32))
+            target.write(target_cells, layer, kind, states)
+    return torch.stack(sums)
+
+
+def _arithmetic(plan: ExportPlan) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of the products and of the rotations."""
+    wide = torch.promote_types(plan.dtype, torch.float32)
+    # CPUs emulate half precision in matrix products, slowly and no more exactly.
+    return (plan.dtype if plan.device.type == "cuda" else wide), wide
+
+
+def tokens_at_once(plan: ExportPlan, workspace_bytes: int) -> int:
+    """How many tokens fit a workspace: their source layers, and one target layer's work.
+
+    On a CPU no more than `CPU_ROWS`, so that one layer's stay in its caches.
+
+    Raises
+    ------
+    UsageError
+        Not one.
+    """
+    dtype, rotation_dtype = _arithmetic(plan)
+    size, wide = dtype.itemsize, rotation_dtype.itemsize
+    source = plan.source_kv_heads * plan.source_head_dim
+    target = plan.target_kv_heads * plan.target_head_dim
+    used = len({*plan.gather.flatten().tolist()})
+    # Of each kind of work at its peak: as it lies in the pool, before and after a rotation.
+    one_layer = (4 + 2 * wide) * max(source, target) + size * target
+    gathered = (used + plan.top_k * (plan.device.type == "cuda")) * size * source
+    tables = 5 * wide * (plan.source_rope.rotary_dim + plan.target_rope.rotary_dim) // 2
+    cells = 16 * torch.int64.itemsize
+    per_token = one_layer + gathered + tables + cells
+    weights = plan.groups * (plan.features + 1) * plan.outputs * size
+    fixed = weights if dtype != plan.dtype else 0
+    tokens: int = (workspace_bytes - fixed) // per_token
+    if tokens < 1:
+        raise UsageError(
+            f"A workspace of {workspace_bytes} bytes does not hold one token of this mapper; "
+            f"expected at least {fixed + per_token}.",
+            "Give a larger workspace_bytes.",
+        )
+    return min(tokens, CPU_ROWS) if plan.device.type == "cpu" else tokens
+
+
+def check_caches(plan: ExportPlan, source: PagedCache, target: PagedCache) -> None:
+    """Raise where mapping would read or write what it should not; touches no pool.
+
+    Waits for the device: it looks at the tables.
+
+    Parameters
+    ----------
+    plan, source, target
+        As for `map_paged`.
+
+    Raises
+    ------
+    IncompatiblePairError
+        A pool that is not one of the plan's models, or something not on the plan's device.
+    UsageError
+        A wrong dtype, shape or stride; a negative length or position; lengths that the table does
+        not hold or that differ between source and target; a needed block that the pool does not
+        have; a target block that is needed twice; or pools that share memory.
+    """
+    _check_cache(
+        "source", source, plan, (plan.source_layers, plan.source_kv_heads, plan.source_head_dim)
+    )
+    _check_cache(
+        "target", target, plan, (plan.target_layers, plan.target_kv_heads, plan.target_head_dim)
+    )
+    lengths, found_lengths = source.lengths.tolist(), target.lengths.tolist()
+    if len(lengths) != len(found_lengths):
+        raise UsageError(
+            f"The source has {len(lengths)} rows and the target {len(found_lengths)}; expected as "
+            "many."
+        )
+    for row, (length, found) in enumerate(zip(lengths, found_lengths, strict=True)):
+        if length != found:
+            raise UsageError(
+                f"Row {row} has {length} tokens in the source and {found} in the target.",
+                "Allocate target blocks for as many tokens as the source has, row by row.",
+            )
+    counts = needed_blocks(target)[1].bincount(minlength=1)
+    if int(counts.max()) > 1:
+        raise UsageError(
+            f"Target block {int(counts.argmax())} is needed {int(counts.max())} times; expected "
+            "every block to hold other tokens.",
+            "Give each row its own target blocks.",
+        )
+    if _overlaps_itself(target.pool):
+        raise UsageError(
+            f"Cells of the target's pool share memory: shape {list(target.pool.shape)}, strides "
+            f"{list(target.pool.stride())}.",
+            "Pass a pool that was not made by expand.",
+        )
+    (first, first_end), (second, second_end) = _extent(source.pool), _extent(target.pool)
+    if first < second_end and second < first_end:
+        raise UsageError(
+            "The source's and the target's pool share memory.",
+            "Allocate the target's pool for itself.",
+        )
+
+
+def _check_cache(
+    side: str, cache: PagedCache, plan: ExportPlan, geometry: tuple[int, int, int]
+) -> None:
+    layers, kv_heads, head_dim = geometry
+    pool, table = cache.pool, cache.block_table
+    shape = list(pool.shape)
+    if len(shape) != 6 or shape[1:4] + shape[5:] != [layers, 2, kv_heads, head_dim]:
+        raise IncompatiblePairError(
+            f"The {side}'s pool must be [blocks, {layers}, 2, {kv_heads}, tokens_per_block, "
+            f"{head_dim}], found {shape}.",
+            "Pass the pool of the model that the mapper was fitted for, its dims in this order.",
+        )
+    tensors = (
+        ("pool", pool, POOL_DTYPES),
+        ("block_table", table, (torch.int32,)),
+        ("lengths", cache.lengths, INTEGERS),
+        ("start_positions", cache.start_positions, INTEGERS),
+    )
+    for name, tensor, dtypes in tensors:
+        if tensor.device != plan.device:
+            raise IncompatiblePairError(
+                f"The {side}'s {name} is on {tensor.device}, the plan on {plan.device}.",
+                "Move the mapper before make_plan, or the cache.",
+            )
+        if tensor.dtype not in dtypes:
+            raise UsageError(
+                f"The {side}'s {name} must be one of {[*map(str, dtypes)]}, found {tensor.dtype}."
+            )
+    per_row = {tuple(table.shape[:1])}
+    if table.dim() != 2 or {cache.lengths.shape, cache.start_positions.shape} != per_row:
+        raise UsageError(
+            f"The {side}'s block_table must be [rows, max_blocks], its lengths and start_positions "
+            f"[rows]; found {list(table.shape)}, {list(cache.lengths.shape)} and "
+            f"{list(cache.start_positions.shape)}."
+        )
+    if pool.stride(5) != 1 or not cache.tokens_per_block:
+        raise UsageError(
+            f"The {side}'s pool must hold a head's dims one after the other, and tokens: expected "
+            f"a last stride of 1, found shape {shape} and strides {list(pool.stride())}.",
+            "Permute any dims but the last, or pass a contiguous pool.",
+        )
+    _check_table(side, cache)
+
+
+def _check_table(side: str, cache: PagedCache) -> None:
+    lengths, starts = cache.lengths.tolist(), cache.start_positions.tolist()
+    capacity = cache.block_table.shape[1] * cache.tokens_per_block
+    for row, (length, start) in enumerate(zip(lengths, starts, strict=True)):
+        if not 0 <= length <= capacity or start < 0:
+            raise UsageError(
+                f"Row {row} of the {side} has {length} tokens from position {start}; expected 0 to "
+                f"{capacity}, what its row of the block table holds, and a position from 0.",
+                "Pass a wider block table, or the lengths that belong to this one.",
+            )
+    rows, blocks = needed_blocks(cache)
+    outside = (blocks < 0) | (blocks >= cache.pool.shape[0])
+    if bool(outside.any()):
+        first = int(outside.nonzero()[0])
+        raise UsageError(
+            f"Row {int(rows[first])} of the {side} needs block {int(blocks[first])}; expected 0 to "
+            f"{cache.pool.shape[0] - 1}, the blocks of its pool.",
+            "Pass the block table of this pool, and lengths that it has blocks for.",
+        )
+
+
+def needed_blocks(cache: PagedCache) -> tuple[Tensor, Tensor]:
+    """The table's entries that hold a token: their rows, and the blocks that they name."""
+    first_tokens = torch.arange(cache.block_table.shape[1], device=cache.pool.device)
+    needed = first_tokens * cache.tokens_per_block < cache.lengths[:, None]
+    return needed.nonzero()[:, 0], cache.block_table[needed]
+
+
+def _overlaps_itself(pool: Tensor) -> bool:
+    dims = sorted((step, size) for size, step in zip(pool.shape, pool.stride(), strict=True))
+    reach = 0
+    for step, size in dims:
+        if size > 1 and step <= reach:
+            return True
+        reach += (size - 1) * step
+    return False
+
+
+def _extent(pool: Tensor) -> tuple[int, int]:
+    """The addresses of a pool's first byte and of the one after its last."""
+    if not pool.numel():
+        return 0, 0
+    last = sum((size - 1) * step for size, step in zip(pool.shape, pool.stride(), strict=True))
+    return pool.data_ptr(), pool.data_ptr() + (last + 1) * pool.element_size()
+
+
+def _require_finite(
+    cache: PagedCache, span: tuple[int, int], layers: Sequence[int], what: str
+) -> None:
+    cells = cache.cells(*span)
+    # One pass over the numbers and one wait per span. No sum hides an infinity or a NaN, but it
+    # may overflow by itself, hence the second look.
+    pairs = [(layer, kind) for layer in layers for kind in (KEYS, VALUES)]
+    sums = [cache.read(cells, *pair).sum(dtype=torch.float32) for pair in pairs]
+    if bool(torch.isfinite(torch.stack(sums)).all()):
+        return
+    for layer, kind in pairs:
+        bad = (~torch.isfinite(cache.read(cells, layer, kind))).nonzero()[:1].tolist()
+        for token, head, _ in bad:
+            raise VerificationError(
+                f"The {what} cache is not finite as {cache.pool.dtype}: first the "
+                f"{'values' if kind else 'keys'} of layer {layer}, KV head {head}, block "
+                f"{int(cells.blocks[token])}, slot {int(cells.slots[token])}.",
+                "Use a wider dtype (bfloat16 or float32), or prefill the target itself.",
+            )
