@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from mapping import random_mapper
+from tiny import tiny_model
 
 from kvhub import KVMapper
 
@@ -36,6 +38,13 @@ def test_fit_and_save_then_load_and_hand_off(tmp_path):
     handed_off = run("02_load_and_hand_off.py", tmp_path / "mine")
     assert "mapped hand-off" in handed_off
     assert len(handed_off.split("--- the target after reading everything again")[1]) > 20
+
+
+def test_export(tmp_path):
+    models = [tiny_model("qwen3", layers, seed=layers) for layers in (2, 3)]
+    random_mapper(*models).save_pretrained(tmp_path / "mine")
+    printed = run("03_export.py", tmp_path / "mine")
+    assert "target_keys: [3, 2, 2, 100, 16] float32" in printed
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("0*.py")), ids=lambda path: path.name)

@@ -34,7 +34,7 @@ def test_the_embedded_pair_from_commands_to_python(tmp_path):
         for command in commands():
             if command[0] == "kvhub" and ("--frozen" in command or "tiny" in " ".join(command)):
                 ran.append(command[1])
-                folder = tmp_path if command[1] in ("lock", "sync") else ROOT
+                folder = tmp_path if command[1] in ("lock", "sync", "export") else ROOT
                 done = subprocess.run(
                     [Path(sys.executable).parent / "kvhub", *command[1:]],
                     cwd=folder,
@@ -44,7 +44,7 @@ def test_the_embedded_pair_from_commands_to_python(tmp_path):
                     check=False,
                 )
                 assert done.returncode == 0, f"{command}: {done.stderr}"
-    life = ["push", "versions", "pull", "diff", "lock", "sync"]
+    life = ["push", "versions", "pull", "diff", "lock", "sync", "export"]
     assert ran == ["check", "fit", "evaluate", "handoff", "bench", *life]
     (snippet,) = blocks("python")
     done = subprocess.run(
