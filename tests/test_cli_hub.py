@@ -1,13 +1,15 @@
 """The commands of an artifact's life, against a real Hub on loopback over real HTTP."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
-from hub_server import CLIENT_WARNING, HubServer, connect_client
+from hub_server import CLIENT_WARNING, Fault, HubServer, connect_client
 from mapping import random_mapper
 from test_signing import write_keys
 from tiny import tiny_model
@@ -193,3 +195,54 @@ def test_tables_for_people(hub, models, capsys, monkeypatch, tmp_path):
         captured = capsys.readouterr()
         assert not stopped.value.code, captured.err
         assert re.search(pattern, captured.out + captured.err), captured.out
+
+
+def run_killed(hub, command, cache, requests):
+    """Run `kvhub` in a process that is killed, as by kill -9, when it makes one more request."""
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(cache),
+        "HF_TOKEN": "hf_any",
+        "HF_HUB_OFFLINE": "0",
+    }
+    hub.faults.clear()
+    killed = []
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvhub", *command], env=environment, stderr=subprocess.PIPE
+    ) as process:
+
+        def kill():
+            process.kill()
+            process.wait()
+            killed.append(process.returncode)
+
+        hub.inject(Fault(".", "call", after=requests, call=kill))
+        process.communicate()
+    hub.faults.clear()
+    return bool(killed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("requests", [2, 5, 8, 11, 13])
+def test_a_killed_push_is_finished_by_the_next(hub, kvhub, models, tmp_path, requests):
+    mapper = make(models)
+    assert run_killed(hub, ["push", "mine", "--repo-id", REPO], tmp_path / "home", requests)
+    pushed = kvhub("push", "mine", "--repo-id", REPO)
+    assert pushed["version"] == "1.0.0"
+    assert [each["version"] for each in kvhub("versions", REPO)["versions"]] == ["1.0.0"]
+    assert torch.equal(KVMapper.from_pretrained(REPO).key_weight, mapper.key_weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("requests", [1, 3, 5, 7])
+def test_a_killed_pull_leaves_a_cache_that_the_next_one_completes(
+    hub, kvhub, models, tmp_path, monkeypatch, requests
+):
+    mapper = make(models)
+    kvhub("push", "mine", "--repo-id", REPO)
+    home = tmp_path / "home"
+    assert run_killed(hub, ["pull", REPO], home, requests)
+    connect_client(monkeypatch, hub, home / "hub")
+    assert kvhub("pull", REPO)["version"] == "1.0.0"
+    assert torch.equal(KVMapper.from_pretrained(REPO).key_weight, mapper.key_weight)
