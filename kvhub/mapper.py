@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["KVMapper"]
 
 WORKSPACE_BYTES = 256 * 2**20  # bound on what mapping allocates besides its result
-CPU_ROWS = 1024  # tokens at once on a CPU: few enough for its caches, enough per pass over weights
+CPU_ROWS = 2048  # tokens at once on a CPU: few enough for its caches, enough per pass over weights
 
 
 def multiply(sources: list[Tensor], weight: Tensor, bias: Tensor, *, gather: bool) -> Tensor:
