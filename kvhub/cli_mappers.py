@@ -202,11 +202,7 @@ def verify(
     from kvhub.package import Manifest, load
     from kvhub.store import find_mapper
 
-    path = find_mapper(mapper)
-    if public_key is not None:
-        from kvhub.signing import verify_signature
-
-        verify_signature(path, public_key)
+    path = find_mapper(mapper, public_key)
     load(path)
     manifest = Manifest.read(path)
     files = manifest.files

@@ -18,7 +18,7 @@ from kvhub.hub_cache import (
     snapshot,
 )
 from kvhub.hub_client import Resolved, Status, client, parse_status, read_status
-from kvhub.hub_download import Progress, download
+from kvhub.hub_download import Progress, download, download_signed
 from kvhub.hub_errors import translated
 from kvhub.versions import (
     COMMIT,
@@ -41,6 +41,7 @@ __all__ = [
     "cached",
     "client",
     "download",
+    "download_signed",
     "list_versions",
     "parse_status",
     "pull",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from kvhub.errors import NetworkError, NotFoundError, VerificationError
 from kvhub.hub_cache import remember, require_unmoved, snapshot
@@ -10,10 +10,7 @@ from kvhub.hub_client import Resolved, client, is_intact
 from kvhub.hub_errors import translated
 from kvhub.versions import classify
 
-if TYPE_CHECKING:
-    from kvhub.package import Manifest
-
-__all__ = ["Progress", "download"]
+__all__ = ["Progress", "download", "download_signed"]
 
 MANIFEST, SIGNATURE = "manifest.json", "kvhub.sig"
 # Called with the bytes that are there and that there will be.
@@ -74,6 +71,49 @@ def download(resolved: Resolved, progress: Progress | None = None) -> Path:
     return directory
 
 
+def download_signed(resolved: Resolved, public_key: Path) -> Path:
+    """Do as `download`, once the signature of what was downloaded is known to be right.
+
+    The signature itself says which files to get, so that nothing else of a package is parsed
+    before it is checked.
+
+    Raises
+    ------
+    VerificationError
+        There is no signature, or not one by this key of these files; or as for `download`.
+    UsageError, NotFoundError
+        There is no such key, or it is none; see `kvhub.signing.verify_signature`.
+    """
+    from kvhub.signing import listed_names, verify_signature
+
+    require_unmoved(resolved.repo_id, resolved.version, resolved.commit)
+    directory = snapshot(resolved.repo_id, resolved.commit)
+    failure: VerificationError | None = None
+    for again in (False, True):
+        try:
+            if not _get(resolved, directory, SIGNATURE, again):
+                raise VerificationError(
+                    f"{resolved} is not signed: expected the file {SIGNATURE}, found none.",
+                    "Ask its author to sign it, or load it without asking for a signature.",
+                )
+            names = listed_names(directory / SIGNATURE)
+            for name in names:
+                _get(resolved, directory, name, again)
+            _drop_foreign(directory, names)
+            verify_signature(directory, public_key)
+            break
+        except VerificationError as error:
+            # Once more, because the cache may be damaged.
+            failure = error
+            if again:
+                raise
+        except NetworkError as error:
+            if failure is None:
+                raise
+            raise failure from error
+    return download(resolved)
+
+
 def _fetch(
     resolved: Resolved, directory: Path, again: Iterable[str], progress: Progress | None
 ) -> None:
@@ -110,7 +150,7 @@ def _fetch(
         ) from error
     if progress is not None:
         progress(total, total)
-    _drop_foreign(directory, manifest)
+    _drop_foreign(directory, [MANIFEST, *manifest.files])
 
 
 def _get(
@@ -164,16 +204,17 @@ def _damaged(directory: Path) -> frozenset[str]:
     return frozenset({MANIFEST, *wrong})
 
 
-def _drop_foreign(directory: Path, manifest: "Manifest") -> None:
+def _drop_foreign(directory: Path, own: Iterable[str]) -> None:
     """Remove the links to other files of the repository, which other programs downloaded.
 
     They are no part of the package; their content stays in the cache.
     """
     from kvhub.package import IGNORED
 
+    kept = set(own)
     for path in directory.rglob("*"):
         name = path.relative_to(directory).as_posix()
-        part = name in manifest.files or name == MANIFEST or IGNORED.fullmatch(name)
+        part = name in kept or IGNORED.fullmatch(name)
         if path.is_symlink() and not part:
             path.unlink()
 

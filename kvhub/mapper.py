@@ -116,8 +116,8 @@ class KVMapper(nn.Module):
         lock
             A lock file that `kvhub lock` wrote: load the commit that it names, or refuse.
         public_key
-            Require a signature by this key, checked before config.json or a tensor is read; see
-            `kvhub.signing`.
+            Require a signature by this key, checked before anything else of the mapper is read
+            (with a lock file, which pins every byte itself, after that); see `kvhub.signing`.
         device, dtype
             Where to put the tensors, and as what; None keeps the stored dtype.
 
@@ -144,16 +144,17 @@ class KVMapper(nn.Module):
                 f"{name} is a local mapper, which has no revisions.",
                 "Leave revision and lock out, or name a mapper on the Hub: org/repo.",
             )
+        key = None if public_key is None else Path(public_key)
         if lock is not None:
             from kvhub.lockfile import load_locked
 
             path = load_locked(name, Path(lock))
-        else:
-            path = find_mapper(name if revision is None else f"{name}@{revision}")
-        if public_key is not None:
-            from kvhub.signing import verify_signature
+            if key is not None:
+                from kvhub.signing import verify_signature
 
-            verify_signature(path, Path(public_key))
+                verify_signature(path, key)
+        else:
+            path = find_mapper(name if revision is None else f"{name}@{revision}", key)
         return load(path).to(device=device, dtype=dtype)
 
     def push_to_hub(self, repo_id: str, *, version: str | None = None, **options: Any) -> "Pushed":

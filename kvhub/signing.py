@@ -18,7 +18,7 @@ from typing import Any
 from kvhub.atomic import write_text
 from kvhub.errors import NotFoundError, UsageError, VerificationError
 
-__all__ = ["SIGNATURE", "sign", "verify_signature"]
+__all__ = ["SIGNATURE", "listed_names", "sign", "verify_signature"]
 
 SIGNATURE = "kvhub.sig"
 # What `kvhub.package.IGNORED` matches: no part of the package.
@@ -120,6 +120,24 @@ def verify_signature(directory: Path, public_key: Path) -> None:
             f"The signature of {directory} leaves out {left_out}; expected all of its files.",
             _DISTRUST,
         )
+
+
+def listed_names(signature: Path) -> list[str]:
+    """Return the files that a signature speaks about, by its own word: it is not checked here.
+
+    Raises
+    ------
+    VerificationError
+        It is no signature, or lists what cannot be a package's file.
+    """
+    try:
+        names = [str(item["name"]) for item in _statement(signature)["predicate"]["resources"]]
+    except _MALFORMED as error:
+        raise VerificationError(f"{signature} is not a signature.", _DISTRUST) from error
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise VerificationError(f"{signature} lists the file {name!r}.", _DISTRUST)
+    return names
 
 
 def _left_out(signature: Path) -> list[str]:

@@ -50,10 +50,11 @@ def mapper_names() -> list[str]:
     return sorted(path.name for path in folder.iterdir() if NAME.fullmatch(path.name))
 
 
-def find_mapper(name: str) -> Path:
+def find_mapper(name: str, public_key: Path | None = None) -> Path:
     """The directory of a mapper given by its local name, its path or as `org/repo[@version]`.
 
-    A name in the local store comes first, then an existing directory, then the Hub.
+    A name in the local store comes first, then an existing directory, then the Hub. With a key
+    the mapper must be signed by its owner, which is checked before anything else of it is read.
 
     Raises
     ------
@@ -64,13 +65,18 @@ def find_mapper(name: str) -> Path:
     """
     path = find_local(name)
     if path is not None:
+        if public_key is not None:
+            from kvhub.signing import verify_signature
+
+            verify_signature(path, public_key)
         return path
     from kvhub.versions import is_reference, parse_reference
 
     if is_reference(name):
-        from kvhub.hub import pull
+        from kvhub.hub import download, download_signed, resolve
 
-        resolved, path = pull(parse_reference(name))
+        resolved = resolve(parse_reference(name))
+        path = download(resolved) if public_key is None else download_signed(resolved, public_key)
         for warning in resolved.warnings:
             logger.warning(warning)
         return path

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,6 +125,27 @@ def test_a_signed_version_is_its_signers(hub, kvhub, models, tmp_path):
         KVMapper.from_pretrained(REPO, public_key=eve[1])
     with pytest.raises(VerificationError, match="not signed"):
         KVMapper.from_pretrained("mine", public_key=ann[1])
+    kvhub("push", "mine", "--repo-id", "org/unsigned")
+    with pytest.raises(VerificationError, match="is not signed"):
+        KVMapper.from_pretrained("org/unsigned", public_key=ann[1])
+    # Files of people's own in the repository are no part of what is signed.
+    hub.commit(REPO, {"NOTES.md": b"mine"})
+    assert kvhub("verify", f"{REPO}@main", "--public-key", ann[1])["signed"] is True
+    # A manifest that is not even JSON: the signature is what speaks first.
+    hub.commit(REPO, {"manifest.json": b"{"})
+    with pytest.raises(VerificationError, match="not what the owner"):
+        KVMapper.from_pretrained(REPO, revision="main", public_key=ann[1])
+    with pytest.raises(VerificationError, match="not JSON"):
+        KVMapper.from_pretrained(REPO, revision="main")
+    # What was verified is there offline, and a damaged cache is told from a network failure.
+    hub.close()
+    assert torch.equal(
+        KVMapper.from_pretrained(REPO, public_key=ann[1]).key_weight, mapper.key_weight
+    )
+    damaged = Path(kvhub("pull", REPO)["path"]) / "model.safetensors"
+    damaged.resolve().write_bytes(damaged.read_bytes()[:-1] + b"x")
+    with pytest.raises(VerificationError, match="not what the owner"):
+        KVMapper.from_pretrained(REPO, public_key=ann[1])
 
 
 def test_withdrawn_versions_and_repositories_are_told(hub, kvhub, models, tmp_path, caplog):

@@ -49,6 +49,7 @@ LAYERS = [
 UPWARDS_INSIDE_FUNCTIONS = {
     ("package", "cards"),
     *(("mapper", unit) for unit in ("lockfile", "publishing", "signing")),
+    *((unit, "signing") for unit in ("hub_download", "store")),
 }
 # Forbidden although the layers would allow it.
 NEVER = {
