@@ -17,13 +17,16 @@ EDITABLE := PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --editable
 # configuration (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL) offers one.
 TORCH ?= torch==2.13.0
 
-# The two ends of the supported range are both tested: the newest release is in .venv, the oldest
-# in .venv-oldest, with the tests of the files that touch transformers' caches and generation.
+# The two ends of the supported ranges are both tested: the newest releases are in .venv, the oldest
+# in .venv-oldest, with the tests of the files that touch transformers' caches and generation, and
+# of the kernels.
 OLDEST_TRANSFORMERS := 5.19.0
+OLDEST_TRITON := 3.5.1
 OLDEST_VENV := .venv-oldest
 OLDEST_READY := $(OLDEST_VENV)/.ready
 OLDEST_TESTS ?= tests/test_cache.py tests/test_probe.py tests/test_attention.py \
-	tests/test_calibration.py tests/test_mapper.py tests/test_generation.py
+	tests/test_calibration.py tests/test_mapper.py tests/test_generation.py \
+	tests/test_triton_map.py tests/test_machine_code.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check fix real benchmark clean
@@ -77,17 +80,18 @@ $(READY): $(INSTALLED)
 	$(EDITABLE) '.[dev]'
 	@touch $@
 
-# Only transformers itself is older here: its other requirements are the same at both ends, so
-# they are read from .venv. Through addsitedir, and not as a plain path, because that also runs
+# Only these themselves are older here: their other requirements are the same at both ends, so they
+# are read from .venv. Through addsitedir, and not as a plain path, because that also runs
 # the .pth file that makes the editable install of kvhub importable.
 $(OLDEST_READY): $(READY)
 	$(PYTHON) -m venv --clear --without-pip $(OLDEST_VENV)
 	$(BIN)/pip --python $(OLDEST_VENV) install --quiet --no-deps \
-		transformers==$(OLDEST_TRANSFORMERS)
+		transformers==$(OLDEST_TRANSFORMERS) triton==$(OLDEST_TRITON)
 	@$(BIN)/python -c 'import sysconfig; \
 		print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
 		> "$$($(OLDEST_VENV)/bin/python -c \
 		'import sysconfig; print(sysconfig.get_path("purelib"))')/newest.pth"
-	@$(OLDEST_VENV)/bin/python -c 'import kvhub, torch, transformers; print(transformers.__version__)' \
-		| grep --quiet --line-regexp --fixed-strings '$(OLDEST_TRANSFORMERS)'
+	@$(OLDEST_VENV)/bin/python -c 'import kvhub, transformers, triton; \
+		print(transformers.__version__, triton.__version__)' \
+		| grep --quiet --line-regexp --fixed-strings '$(OLDEST_TRANSFORMERS) $(OLDEST_TRITON)'
 	@touch $@

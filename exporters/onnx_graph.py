@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import onnx
 import torch
+from kvhub.exporters.map_plan import RopeTable
 from kvhub.exporters.onnx_check import MODEL, require_runtime, self_test
-from kvhub.exporters.plan import ExportPlan, RopeTable
+from kvhub.exporters.plan import ExportPlan
 from onnx import TensorProto, helper
 from torch import Tensor
 

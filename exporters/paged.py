@@ -6,14 +6,14 @@ from itertools import chain
 from typing import NamedTuple
 
 import torch
-from kvhub.exporters.plan import ExportPlan
+from kvhub.exporters.map_plan import MapPlan
 from torch import Tensor
 
 from kvhub.errors import IncompatiblePairError, UsageError, VerificationError
-from kvhub.mapper import CPU_ROWS, WORKSPACE_BYTES, multiply
+from kvhub.products import CPU_ROWS, WORKSPACE_BYTES, multiply
 from kvhub.rope import Rotation
 
-__all__ = ["PagedCache", "check_caches", "map_paged"]
+__all__ = ["PagedCache", "check_caches", "map_paged", "require_finite"]
 
 POOL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
@@ -79,7 +79,7 @@ class PagedCache:
 
 @torch.no_grad()
 def map_paged(
-    plan: ExportPlan,
+    plan: MapPlan,
     source: PagedCache,
     target: PagedCache,
     *,
@@ -118,15 +118,15 @@ def map_paged(
     spans = [(start, min(start + step, total)) for start in range(0, total, step)]
     chosen = plan.gather.tolist()
     for span in spans:
-        _require_finite(source, span, range(plan.source_layers), "source")
+        require_finite(source, span, range(plan.source_layers), "source")
     for span in spans:
         sums = _map_span(plan, source, target, span, chosen)
         if not bool(torch.isfinite(sums).all()):
-            _require_finite(target, span, range(plan.target_layers), "mapped")
+            require_finite(target, span, range(plan.target_layers), "mapped")
 
 
 def _map_span(
-    plan: ExportPlan,
+    plan: MapPlan,
     source: PagedCache,
     target: PagedCache,
     span: tuple[int, int],
@@ -142,10 +142,10 @@ def _map_span(
     ):
         if kind == KEYS:
             strip, apply = (
-                Rotation(cells.positions, spec.require_rope(), rotation_dtype, plan.device)
-                for cells, spec in (
-                    (source_cells, plan.config.source),
-                    (target_cells, plan.config.target),
+                Rotation(cells.positions, rope, rotation_dtype, plan.device)
+                for cells, rope in (
+                    (source_cells, plan.source_rope),
+                    (target_cells, plan.target_rope),
                 )
             )
         sources = {}
@@ -172,14 +172,14 @@ def _map_span(
     return torch.stack(sums)
 
 
-def _arithmetic(plan: ExportPlan) -> tuple[torch.dtype, torch.dtype]:
+def _arithmetic(plan: MapPlan) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes of the products and of the rotations."""
     wide = torch.promote_types(plan.dtype, torch.float32)
     # CPUs emulate half precision in matrix products, slowly and no more exactly.
     return (plan.dtype if plan.device.type == "cuda" else wide), wide
 
 
-def tokens_at_once(plan: ExportPlan, workspace_bytes: int) -> int:
+def tokens_at_once(plan: MapPlan, workspace_bytes: int) -> int:
     """How many tokens fit a workspace: their source layers, and one target layer's work.
 
     On a CPU no more than `CPU_ROWS`, so that one layer's stay in its caches.
@@ -212,7 +212,7 @@ def tokens_at_once(plan: ExportPlan, workspace_bytes: int) -> int:
     return min(tokens, CPU_ROWS) if plan.device.type == "cpu" else tokens
 
 
-def check_caches(plan: ExportPlan, source: PagedCache, target: PagedCache) -> None:
+def check_caches(plan: MapPlan, source: PagedCache, target: PagedCache) -> None:
     """Raise where mapping would read or write what it should not; touches no pool.
 
     Waits for the device: it looks at the tables.
@@ -271,7 +271,7 @@ def check_caches(plan: ExportPlan, source: PagedCache, target: PagedCache) -> No
 
 
 def _check_cache(
-    side: str, cache: PagedCache, plan: ExportPlan, geometry: tuple[int, int, int]
+    side: str, cache: PagedCache, plan: MapPlan, geometry: tuple[int, int, int]
 ) -> None:
     layers, kv_heads, head_dim = geometry
     pool, table = cache.pool, cache.block_table
@@ -360,9 +360,10 @@ def _extent(pool: Tensor) -> tuple[int, int]:
     return pool.data_ptr(), pool.data_ptr() + (last + 1) * pool.element_size()
 
 
-def _require_finite(
+def require_finite(
     cache: PagedCache, span: tuple[int, int], layers: Sequence[int], what: str
 ) -> None:
+    """Raise VerificationError with the first number of these tokens that is not finite."""
     cells = cache.cells(*span)
     # One pass over the numbers and one wait per span. No sum hides an infinity or a NaN, but it
     # may overflow by itself, hence the second look.

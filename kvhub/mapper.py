@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kvhub.cache import build_cache, positions_from_mask, read_cache
 from kvhub.errors import IncompatiblePairError, UsageError, VerificationError
 from kvhub.mapper_config import MapperConfig, tensor_shapes
+from kvhub.products import CPU_ROWS, WORKSPACE_BYTES, multiply
 from kvhub.rope import Rotation
 
 if TYPE_CHECKING:
@@ -24,36 +25,6 @@ if TYPE_CHECKING:
     from kvhub.publishing import Pushed
 
 __all__ = ["KVMapper"]
-
-WORKSPACE_BYTES = 256 * 2**20  # bound on what mapping allocates besides its result
-CPU_ROWS = 2048  # tokens at once on a CPU: few enough for its caches, enough per pass over weights
-
-
-def multiply(sources: list[Tensor], weight: Tensor, bias: Tensor, *, gather: bool) -> Tensor:
-    """X W + b, where X is `sources` side by side.
-
-    Parameters
-    ----------
-    sources
-        Per chosen source layer `[groups, rows, features of the layer]`.
-    weight, bias
-        `[groups, features, outputs]` and `[groups, 1, outputs]`.
-    gather
-        One wide product of gathered features: few launches, and half precision is rounded once.
-        Otherwise a sum of products: gathering costs a CPU a fifth of the product.
-
-    Returns
-    -------
-    Tensor
-        `[groups, rows, outputs]`.
-    """
-    if gather:
-        return torch.baddbmm(bias, torch.cat(sources, dim=-1), weight)
-    parts = weight.view(len(weight), len(sources), -1, weight.shape[-1]).unbind(1)
-    result = torch.baddbmm(bias, sources[0], parts[0])
-    for source, part in zip(sources[1:], parts[1:], strict=True):
-        result.baddbmm_(source, part)
-    return result
 
 
 class KVMapper(nn.Module):

@@ -39,7 +39,7 @@ PREFILL_SHARE = 0.60  # matrix products and attention of a good prefill
 MEMORY_SHARE = 0.80
 LINK_SHARE = 0.85
 
-SCRATCH_BYTES = 256 * 2**20  # of source cache per chunk of tokens; each chunk reads all weights
+SCRATCH_BYTES = 256 * 2**20  # of keys, then of values, per chunk of tokens; each reads all weights
 KERNELS_PER_CHUNK = 4  # gathering and multiplying, for keys and for values
 KERNELS_PER_LAYER = 9  # prefill: two norms, four products, rotation, attention, activation
 
@@ -188,7 +188,7 @@ def map_time(
         There are no tokens, or not as many source layers.
     """
     _require_tokens(tokens)
-    chunks = ceil(tokens * cache_bytes(source) / SCRATCH_BYTES)
+    chunks = ceil(tokens * cache_bytes(source) / 2 / SCRATCH_BYTES)
     weights = map_weights(source, target, heads, top_k)
     compute = tokens * 2 * weights / (device.flops * PRODUCT_SHARE[heads])
     gathered = 2 * tokens * cache_bytes(source)

@@ -4,14 +4,29 @@ Caches hold rotated keys. A map between models is fitted on content keys, the ke
 because those do not depend on the position and the two models may rotate differently.
 """
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from kvhub.errors import UsageError
-from kvhub.spec import RopeSpec
 
 
-def strip_rope(rotated_keys: Tensor, positions: Tensor, rope: RopeSpec) -> Tensor:
+class Rope(Protocol):
+    """How a model rotates its keys; a `RopeSpec` is one, and explains the four."""
+
+    @property
+    def rotary_dim(self) -> int: ...
+    @property
+    def interleaved(self) -> bool: ...
+    @property
+    def attention_scaling(self) -> float: ...
+    @property
+    def inv_freq(self) -> Sequence[float] | Tensor: ...
+
+
+def strip_rope(rotated_keys: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     """Undo the rotation of cached keys.
 
     For each pair of rotating dims a model caches ``k' = a R(p w) k``, with position ``p``, inverse
@@ -42,7 +57,7 @@ def strip_rope(rotated_keys: Tensor, positions: Tensor, rope: RopeSpec) -> Tenso
     return Rotation(positions, rope, dtype, rotated_keys.device).strip(rotated_keys)
 
 
-def apply_rope(content_keys: Tensor, positions: Tensor, rope: RopeSpec) -> Tensor:
+def apply_rope(content_keys: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     """Rotate content keys as the model of `rope` does before it caches them.
 
     Parameters
@@ -90,7 +105,7 @@ class Rotation:
     def __init__(
         self,
         positions: Tensor,
-        rope: RopeSpec,
+        rope: Rope,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -98,7 +113,7 @@ class Rotation:
             raise UsageError(f"Positions must be integers, found {positions.dtype}.")
         self.positions_shape = tuple(positions.shape)
         self.rope = rope
-        inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
+        inv_freq = torch.as_tensor(rope.inv_freq, dtype=torch.float32, device=device)
         # transformers multiplies in float32. Far from position 0 that product is off by more than
         # float32 keys resolve, so undoing it needs the same rounding and not a better one.
         angles = positions.to(device)[..., None].to(torch.float32) * inv_freq
@@ -131,7 +146,7 @@ class Rotation:
         return turned
 
 
-def _pairs(keys: Tensor, rope: RopeSpec) -> tuple[Tensor, Tensor]:
+def _pairs(keys: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
     """Views of the first and of the second dim of every rotating pair."""
     rotating = keys[..., : rope.rotary_dim]
     if rope.interleaved:
@@ -146,7 +161,7 @@ def _working_precision(keys: Tensor) -> torch.dtype:
     return torch.float64 if keys.dtype == torch.float64 else torch.float32
 
 
-def _check_shapes(keys: Tensor, positions: tuple[int, ...], rope: RopeSpec) -> None:
+def _check_shapes(keys: Tensor, positions: tuple[int, ...], rope: Rope) -> None:
     if keys.dim() < 3 or keys.shape[-1] < rope.rotary_dim:
         raise UsageError(
             f"Expected keys [..., kv_heads, tokens, head_dim] with head_dim of at least "

@@ -7,12 +7,15 @@ import random
 import socket
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+# Triton is for Linux only.
+collect_ignore = [] if find_spec("triton") else ["test_machine_code.py", "test_triton_map.py"]
 UNSET = ("FORCE_COLOR", "GITHUB_ACTIONS", "HF_ENDPOINT", "HF_TOKEN", "KVHUB_DEBUG")
 
 
@@ -27,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
+        "TRITON_INTERPRET": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "MPLBACKEND": "agg",
         "COLUMNS": "100",

@@ -27,7 +27,7 @@ LAYERS = [
     ],
     [
         *("attention", "cache", "compatibility", "continuations", "corpus", "data", "estimates"),
-        *("mapper_config", "models", "probe", "recipe", "roofline"),
+        *("mapper_config", "models", "probe", "products", "recipe", "roofline"),
     ],
     ["hub", "hub_download", "mapper", "moments", "package", "stats", "store"],
     ["calibration", "generation", "ridge", "selection"],
