@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from paged import paged
 from speed import closed_form, greedy_selection, mapping, statistics_update
 from whole import memory, start_up
 
@@ -20,6 +21,7 @@ BENCHMARKS = {
     "closed-form": closed_form,
     "greedy": greedy_selection,
     "mapping": mapping,
+    "paged": paged,
     "memory": memory,
     "start-up": start_up,
 }

@@ -1,5 +1,6 @@
 """Run a mapper outside of PyTorch: the backends that `kvhub export` writes for."""
 
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,12 +11,13 @@ if TYPE_CHECKING:
     import torch
 
     from kvhub.mapper import KVMapper
+    from kvhub.mapper_config import MapperConfig
 
-__all__ = ["EXPORTERS", "export", "require_exportable"]
+__all__ = ["EXPORTERS", "dtype_for", "export", "require_exportable"]
 
 # Each module has a function export_<name>(plan, path) that writes a directory, tests what it wrote
-# and only then lets it appear.
-EXPORTERS = {"onnx": "kvhub.exporters.onnx_graph"}
+# and only then lets it appear. One with a default_dtype(config) is not for the mapper's own dtype.
+EXPORTERS = {"onnx": "kvhub.exporters.onnx_graph", "trtllm": "kvhub.exporters.trtllm"}
 
 
 def require_exportable(backend: str, path: Path) -> None:
@@ -37,8 +39,23 @@ def require_exportable(backend: str, path: Path) -> None:
         raise ConflictError(f"{path} exists already.", "Choose another directory, or remove it.")
 
 
+def dtype_for(mapper: "KVMapper", backend: str) -> "torch.dtype":
+    """What a mapper is exported in if nothing else is asked for."""
+    module = import_module(EXPORTERS[backend])
+    if hasattr(module, "default_dtype"):
+        default: torch.dtype = module.default_dtype(mapper.config)
+        return default
+    return mapper.key_weight.dtype
+
+
 def export(
-    mapper: "KVMapper", backend: str, path: Path, *, dtype: "torch.dtype | None" = None
+    mapper: "KVMapper",
+    backend: str,
+    path: Path,
+    *,
+    dtype: "torch.dtype | None" = None,
+    source_revision: str | None = None,
+    target_revision: str | None = None,
 ) -> Path:
     """Write a mapper for a backend and test what was written.
 
@@ -51,12 +68,15 @@ def export(
     path
         The directory to make; after an error it is not there.
     dtype
-        Of weights and caches; None for the mapper's.
+        Of weights and caches; None for what `dtype_for` gives.
+    source_revision, target_revision
+        Which weights the models are, where the mapper does not say.
 
     Raises
     ------
     UsageError
-        An unknown backend, a dtype that it does not take, or its packages are not installed.
+        An unknown backend, a dtype that it does not take, or its packages are not installed; or a
+        revision that contradicts the mapper's.
     ConflictError
         Something is at `path` already.
     VerificationError
@@ -65,6 +85,23 @@ def export(
     require_exportable(backend, path)
     from kvhub.exporters.plan import make_plan
 
+    plan = make_plan(mapper, dtype=dtype or dtype_for(mapper, backend))
+    revisions = {"source": source_revision, "target": target_revision}
+    plan = replace(plan, config=_with_revisions(plan.config, revisions))
     write = getattr(import_module(EXPORTERS[backend]), f"export_{backend}")
-    result: Path = write(make_plan(mapper, dtype=dtype), path)
+    result: Path = write(plan, path)
     return result
+
+
+def _with_revisions(config: "MapperConfig", revisions: dict[str, str | None]) -> "MapperConfig":
+    specs = {}
+    for side, revision in revisions.items():
+        spec = getattr(config, side)
+        if revision is not None and spec.revision not in (None, revision):
+            raise UsageError(
+                f"The mapper was fitted for {spec.model_id} at {spec.revision}; found {side} "
+                f"revision {revision}.",
+                f"Leave --{side}-revision out, or fit a mapper for that revision.",
+            )
+        specs[side] = replace(spec, revision=revision or spec.revision)
+    return replace(config, **specs)

@@ -22,10 +22,19 @@ class ExportDtype(str, Enum):
 
 def export(
     mapper: MapperArgument,
-    backend: Annotated[str, typer.Option(help="What to write for: onnx.")],
+    backend: Annotated[str, typer.Option(help="What to write for: onnx or trtllm.")],
     out: Annotated[Path, typer.Option(help="The directory to make.")],
     dtype: Annotated[
-        ExportDtype | None, typer.Option(help="Of weights and caches; default: the mapper's.")
+        ExportDtype | None,
+        typer.Option(help="Of the weights; default: the mapper's, trtllm: the target's cache's."),
+    ] = None,
+    source_revision: Annotated[
+        str | None,
+        typer.Option(help="Commit of the source model, where the mapper does not say it."),
+    ] = None,
+    target_revision: Annotated[
+        str | None,
+        typer.Option(help="Commit of the target model, where the mapper does not say it."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -33,8 +42,8 @@ def export(
 
     Example: kvhub export tiny-middle-to-large --backend onnx --out exported
     """
+    from kvhub.exporters import dtype_for, require_exportable
     from kvhub.exporters import export as write_export
-    from kvhub.exporters import require_exportable
 
     require_exportable(backend, out)  # before a large mapper is read for nothing
     import torch
@@ -42,13 +51,24 @@ def export(
     from kvhub.mapper import KVMapper
 
     loaded = KVMapper.from_pretrained(mapper)
-    wanted = None if dtype is None else getattr(torch, dtype.value)
-    path = write_export(loaded, backend, out, dtype=wanted)
-    files = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
+    wanted = dtype_for(loaded, backend) if dtype is None else getattr(torch, dtype.value)
+    path = write_export(
+        loaded,
+        backend,
+        out,
+        dtype=wanted,
+        source_revision=source_revision,
+        target_revision=target_revision,
+    )
+    files = {
+        file.relative_to(path).as_posix(): file.stat().st_size
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
+    }
     result = {
         "backend": backend,
         "path": str(path),
-        "dtype": str(wanted or loaded.key_weight.dtype).removeprefix("torch."),
+        "dtype": str(wanted).removeprefix("torch."),
         "tested": True,
         "files": files,
         "size_bytes": sum(files.values()),

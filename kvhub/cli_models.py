@@ -279,7 +279,7 @@ def bench(
             f"--lengths must be whole numbers with commas between; found {lengths!r}.",
             "For example --lengths 256,1024",
         ) from error
-    timings = bench_mapper(
+    timings, estimated = bench_mapper(
         mapper,
         tokens,
         repeats,
@@ -290,9 +290,12 @@ def bench(
         device=device,
     )
     console.emit(
-        {"timings": [timing.to_dict() for timing in timings]},
+        {
+            "timings": [timing.to_dict() for timing in timings],
+            "predictions": estimated.to_dict()["predictions"],
+        },
         as_json,
-        lambda: tables.show_timings(mapper, timings, repeats),
+        lambda: tables.show_timings(mapper, timings, estimated, repeats),
     )
 
 

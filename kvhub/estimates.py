@@ -1,5 +1,6 @@
 """What a mapper would weigh, cost and save, from two specs alone."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -53,7 +54,12 @@ class Estimate:
 
 
 def estimate(
-    source: ModelSpec, target: ModelSpec, heads: Heads, top_k: int, target_parameters: int
+    source: ModelSpec,
+    target: ModelSpec,
+    heads: Heads,
+    top_k: int,
+    target_parameters: int,
+    lengths: Sequence[int] = LENGTHS,
 ) -> Estimate:
     """Estimate a mapper of a pair.
 
@@ -65,6 +71,8 @@ def estimate(
         Of the mapper; `top_k` is cut to the source's layers.
     target_parameters
         Weights of the target, from `kvhub.models.count_parameters`.
+    lengths
+        Of contexts, in tokens.
 
     Raises
     ------
@@ -92,6 +100,6 @@ def estimate(
         predictions=tuple(
             predict(source, target, heads, top_k, multiplied, tokens, device)
             for device in DEVICES
-            for tokens in LENGTHS
+            for tokens in lengths
         ),
     )

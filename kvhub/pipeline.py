@@ -10,6 +10,7 @@ from kvhub.store import find_local, find_mapper, home, mapper_names
 
 if TYPE_CHECKING:
     from kvhub.comparison import Comparison, Timing
+    from kvhub.estimates import Estimate
     from kvhub.report import Report
 
 __all__ = [
@@ -119,15 +120,19 @@ def bench_mapper(
     target: str | None,
     dtype: str,
     device: str | None,
-) -> "list[Timing]":
-    """Time a mapper against its target's prefill."""
+) -> "tuple[list[Timing], Estimate]":
+    """Time a mapper against its target's prefill; beside it, what GPUs should take."""
     from kvhub.comparison import time_handoff
+    from kvhub.estimates import estimate
 
     mapper, pair = load_mapper_pair(name, source, target, dtype, device)
     with track("Time") as progress:
-        return time_handoff(
+        timings = time_handoff(
             mapper, pair.source, pair.target, lengths, repeats=repeats, progress=progress
         )
+    config = mapper.config
+    specs, parameters = (config.source, config.target), pair.target.num_parameters()
+    return timings, estimate(*specs, config.heads, config.top_k, parameters, lengths)
 
 
 def local_mapper(name: str) -> Path:

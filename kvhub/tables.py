@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvhub.console import say, table
+from kvhub.roofline import H100_SXM
 
 if TYPE_CHECKING:
     from kvhub.comparison import Comparison, Timing
@@ -101,11 +102,17 @@ def show_fit(name: str, mapper: "KVMapper") -> None:
     )
 
 
-def show_timings(name: str, timings: "Sequence[Timing]", repeats: int) -> None:
-    """The map against prefilling again."""
+def show_timings(
+    name: str, timings: "Sequence[Timing]", estimated: "PairEstimate", repeats: int
+) -> None:
+    """The map against prefilling again, and what the arithmetic of a roofline says of a GPU."""
+    predicted = {p.tokens: p for p in estimated.predictions if p.device == H100_SXM.name}
     table(
         f"{name}: medians of {repeats}",
-        ("tokens ", "map, ms ", "hand-off, ms ", "prefill again, ms ", "faster "),
+        (
+            *("tokens ", "map, ms ", "hand-off, ms ", "prefill again, ms ", "faster "),
+            f"predicted for {H100_SXM.name}: map, prefill",
+        ),
         [
             (
                 t.tokens,
@@ -113,6 +120,8 @@ def show_timings(name: str, timings: "Sequence[Timing]", repeats: int) -> None:
                 f"{1e3 * t.handoff_seconds:.1f}",
                 f"{1e3 * t.prefill_seconds:.1f}",
                 f"{t.speedup:.1f}x",
+                f"{1e3 * predicted[t.tokens].map.total:.2f} ms, "
+                f"{1e3 * predicted[t.tokens].prefill:.2f} ms",
             )
             for t in timings
         ],

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 # Triton is for Linux only.
-collect_ignore = [] if find_spec("triton") else ["test_machine_code.py", "test_triton_map.py"]
+needs_triton = ["test_machine_code.py", "test_selftest.py", "test_triton_map.py"]
+collect_ignore = [] if find_spec("triton") else needs_triton
 UNSET = ("FORCE_COLOR", "GITHUB_ACTIONS", "HF_ENDPOINT", "HF_TOKEN", "KVHUB_DEBUG")
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvhub import KVMapper, Statistics, cli
+from kvhub.roofline import DEVICES
 from kvhub.store import home, mapper_names, mapper_path
 
 ROOT = Path(__file__).parents[1]
@@ -116,6 +117,8 @@ def test_the_whole_life_of_a_mapper(kvhub, pair, tmp_path):
     assert set(handed.json["texts"]) == {"target", "mapped", "source"}
     timings = kvhub("bench", "mine", "--lengths", "16,32", "--repeats", "1", "--json").json
     assert [timing["tokens"] for timing in timings["timings"]] == [16, 32]
+    predicted = {(p["device"], p["tokens"]): p["gain"] for p in timings["predictions"]}
+    assert set(predicted) == {(device.name, tokens) for device in DEVICES for tokens in (16, 32)}
 
 
 def test_a_refit_refuses_settings_that_the_statistics_do_not_have(kvhub, pair, tmp_path):

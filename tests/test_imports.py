@@ -70,6 +70,7 @@ ONLY_IN = {
     "pyarrow": {"corpus"},
     "matplotlib": {"plots"},
     "lm_eval": {"lm_eval_adapter", "lm_eval_tasks"},
+    "mooncake": {"exporters"},
     "onnx": {"exporters"},
     "onnxruntime": {"exporters"},
     "triton": {"exporters"},

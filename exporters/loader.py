@@ -1,0 +1,209 @@
+"""What was promised, written into a target's pool: exact states as they are, others mapped."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from kvhub.exporters.map_plan import MapPlan
+from kvhub.exporters.paged import PagedCache, map_paged
+from kvhub.exporters.planner import Load, Piece
+from kvhub.exporters.pool import FLOAT8, Pool, as_bytes
+from kvhub.exporters.serving import DTYPES, Deployment, load_plan
+from kvhub.exporters.staging import open_entry
+from kvhub.exporters.status import Status
+from kvhub.exporters.triton_map import TritonMap
+from torch import Tensor
+
+from kvhub.errors import UsageError, VerificationError
+
+__all__ = ["Loader"]
+
+
+class Loader:
+    """Loads for one rank. All memory is allocated and every kernel compiled when it is made.
+
+    Parameters
+    ----------
+    deployment, status
+        What was exported, and where failures are counted.
+    pool
+        The target's.
+    rank
+        Of the target's tensor parallel ranks.
+    """
+
+    def __init__(self, deployment: Deployment, status: Status, pool: Pool, rank: int) -> None:
+        settings, source, states = deployment.settings, deployment.source, pool.states
+        self.settings, self.status, self.pool = settings, status, pool
+        self.plan = load_plan(deployment, states.device, rank)
+        self.source_dtype = DTYPES[settings.source_kv_dtype]
+        matched = deployment.facts["heads"] == "matched"
+        self.source_heads = pool.heads if matched else (0, source.kv_heads)
+        shape = torch.Size(
+            (
+                *(source.num_layers, 2, self.source_heads[1] - self.source_heads[0]),
+                *(pool.chunk_tokens, source.head_dim),
+            )
+        )
+        # As many chunks as fit, in whole blocks of the target.
+        whole = max(pool.chunk_tokens, pool.tokens_per_block) // pool.chunk_tokens
+        self.chunks = max(settings.workspace_bytes // (4 * shape.numel()) // whole, 1) * whole
+        on_gpu, device = states.is_cuda, states.device
+        dtype = self.plan.dtype if self.source_dtype == FLOAT8 else self.source_dtype
+        self.host = torch.empty((self.chunks, *shape), dtype=self.source_dtype, pin_memory=on_gpu)
+        self.scratch = torch.zeros((self.chunks, *shape), dtype=dtype, device=device)
+        self.copied: Any = None
+        if on_gpu:
+            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # Where the pool is float8, the map writes beside it, and what it wrote is converted.
+        self.beside: Tensor | None = None
+        if states.dtype == FLOAT8:
+            blocks = self.chunks * pool.chunk_tokens // pool.tokens_per_block
+            self.beside = torch.zeros(
+                (blocks, *states.shape[1:]), dtype=self.plan.dtype, device=device
+            )
+        self.kernels = _kernels(self.plan, settings.workspace_bytes)
+        self._warm_up(whole)
+
+    def load(self, load: Load) -> Exception | None:
+        """Load a request's pieces, on the current stream; or what went wrong, and again in torch.
+
+        Nothing is raised: an engine may call this where that would end it.
+        """
+        last: Exception | None = None
+        for kernels in (self.kernels, None):
+            try:
+                self._load(load, kernels)
+            except Exception as error:
+                self.status.failure("load", error)
+                last = error
+            else:
+                return None
+        return last
+
+    def beyond(self) -> Exception | None:
+        """Whether the kernels met what is not finite since the last call; waits for them."""
+        if self.kernels is None or not int(self.kernels.flag):
+            return None
+        self.kernels.flag.zero_()
+        return VerificationError(f"Mapped states are not finite as {self.pool.states.dtype}.")
+
+    def _load(self, load: Load, kernels: TritonMap | None) -> None:
+        size, available = self.pool.tokens_per_block, len(self.pool.states)
+        first, last = load.pieces[0].start, load.pieces[-1].start + self.pool.chunk_tokens
+        blocks = load.blocks[first // size : last // size]
+        fits = last <= len(load.blocks) * size
+        if not fits or min(blocks) < 0 or max(blocks) >= available:
+            raise VerificationError(
+                f"Tokens {first} to {last} of request {load.name} need blocks from 0 to "
+                f"{available - 1}; found {load.blocks}."
+            )
+        for mapped, group in groupby(load.pieces, key=lambda piece: piece.mapped):
+            pieces = list(group)
+            if mapped:
+                for start in range(0, len(pieces), self.chunks):
+                    self._map(pieces[start : start + self.chunks], load.blocks, kernels)
+                continue
+            for piece in pieces:
+                states = _heads(piece, self.pool.heads, self.pool.states.dtype)
+                self.pool.write(piece.start, load.blocks[piece.start // size :], states)
+
+    def _map(
+        self, pieces: Sequence[Piece], blocks: Sequence[int], kernels: TritonMap | None
+    ) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()  # what was copied out of this memory last
+        for number, piece in enumerate(pieces):
+            self.host[number] = _heads(piece, self.source_heads, self.source_dtype)
+        self._to_device(len(pieces))
+        size, start = self.pool.tokens_per_block, pieces[0].start
+        tokens = len(pieces) * self.pool.chunk_tokens
+        own = blocks[start // size : (start + tokens) // size]
+        source = _paged(self.scratch, range(len(pieces)), tokens, start)
+        if self.beside is None:
+            self._run(source, _paged(self.pool.states, own, tokens, start), kernels)
+            return
+        self._run(source, _paged(self.beside, range(len(own)), tokens, start), kernels)
+        limit, scales = torch.finfo(FLOAT8).max, self.settings.target_kv_scales
+        stored = self.beside[: len(own)] / _as_factors(scales, self.beside)
+        converted = stored.clamp(-limit, limit).to(FLOAT8)
+        as_bytes(self.pool.states)[torch.tensor(own)] = as_bytes(converted)
+
+    def _run(self, source: PagedCache, target: PagedCache, kernels: TritonMap | None) -> None:
+        if kernels is None:
+            map_paged(self.plan, source, target, workspace_bytes=self.settings.workspace_bytes)
+        else:
+            kernels.enqueue(source, target, source.block_table.shape[1] * source.tokens_per_block)
+
+    def _to_device(self, count: int) -> None:
+        host, scratch = self.host[:count], self.scratch[:count]
+        if self.source_dtype == FLOAT8:
+            moved = host.to(scratch.device, non_blocking=True).to(scratch.dtype)
+            scratch.copy_(moved * _as_factors(self.settings.source_kv_scales, scratch))
+        else:
+            scratch.copy_(host, non_blocking=True)
+        if self.copied is not None:
+            self.copied.record()
+
+    def _warm_up(self, count: int) -> None:
+        """Map once into the first blocks and put back what was there: no request compiles."""
+        tokens = count * self.pool.chunk_tokens
+        states = self.pool.states if self.beside is None else self.beside
+        blocks = range(tokens // self.pool.tokens_per_block)
+        before = states[: len(blocks)].clone()
+        source, target = (
+            _paged(pool, table, tokens, 0)
+            for pool, table in ((self.scratch, range(count)), (states, blocks))
+        )
+        if self.kernels is None:
+            self._run(source, target, None)
+        else:
+            self.kernels(source, target)  # with every check
+        states[: len(blocks)] = before
+
+
+def _kernels(plan: MapPlan, workspace_bytes: int) -> TritonMap | None:
+    """The Triton kernels where they run, else None: then plain torch maps."""
+    if not plan.key_weight.is_cuda:
+        return None
+    try:
+        return TritonMap(plan, workspace_bytes=workspace_bytes)
+    except UsageError:
+        return None
+
+
+def _heads(piece: Piece, heads: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Some KV heads of a staged chunk, `[layers, 2, kv_heads, tokens, head_dim]`."""
+    found = []
+    for key, file in zip(piece.keys, piece.files, strict=True):
+        first, stop = (int(number) for number in key.split("-")[1:])
+        low, high = max(first, heads[0]), min(stop, heads[1])
+        if low < high:
+            states = open_entry(file, key, checked=True)
+            found.append(states[:, :, low - first : high - first])
+    joined = torch.cat([as_bytes(part) for part in found], 2) if len(found) > 1 else found[0]
+    joined = joined.view(found[0].dtype)
+    if joined.dtype != dtype or joined.shape[2] != heads[1] - heads[0]:
+        raise VerificationError(
+            f"Entries {piece.keys} have {joined.shape[2]} heads as {joined.dtype}; expected "
+            f"heads {heads} as {dtype}."
+        )
+    return joined
+
+
+def _paged(pool: Tensor, blocks: Sequence[int], tokens: int, start: int) -> PagedCache:
+    device = pool.device
+    return PagedCache(
+        pool=pool,
+        block_table=torch.tensor([list(blocks)], dtype=torch.int32, device=device),
+        lengths=torch.tensor([tokens], device=device),
+        start_positions=torch.tensor([start], device=device),
+    )
+
+
+def _as_factors(scales: tuple[float, ...] | None, like: Tensor) -> Tensor:
+    """`[1, layers, 1, 1, 1, 1]`."""
+    if scales is None or len(scales) != like.shape[1]:
+        raise UsageError(f"Expected a scale for each of {like.shape[1]} layers, found {scales}.")
+    return torch.tensor(scales, dtype=like.dtype, device=like.device).view(1, -1, 1, 1, 1, 1)
