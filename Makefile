@@ -35,11 +35,17 @@ CONTAINER_VENV := $(VENV)/container
 CONTAINER_READY := $(VENV)/.container
 CONTAINER_PACKAGES := torch==2.9.1 numpy safetensors
 
+# The real vLLM, for CPUs. It has its own torch and transformers, and no kvhub: an exported directory
+# brings what it loads. 1.7 GB.
+VLLM_VENV := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
+VLLM_PYTHON ?= python3.11
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix real benchmark clean
+.PHONY: help demo test test-vllm check fix real benchmark clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED) ## Install, then fit, evaluate, save, load and hand off on the embedded pair
 	$(BIN)/python examples/demo.py
@@ -50,6 +56,9 @@ test: $(READY) $(OLDEST_READY) $(CONTAINER_READY) ## Install, then check style a
 	$(BIN)/mypy
 	$(OLDEST_VENV)/bin/python $(BIN)/pytest $(OLDEST_TESTS)
 	KVHUB_CONTAINER_PYTHON=$(CONTAINER_VENV)/bin/python $(BIN)/pytest
+
+test-vllm: $(READY) $(VLLM_READY) ## Install vLLM for CPUs, then serve from it (ten minutes)
+	KVHUB_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/pytest tests_vllm
 
 check: $(READY) ## Check style and types only
 	$(BIN)/ruff format --check .
@@ -69,7 +78,7 @@ benchmark: $(READY) ## Time and memory against the bare operations they need
 	$(BIN)/python benchmarks/run.py
 
 clean: ## Remove the environments and what builds and tools left behind
-	rm -rf $(VENV) $(OLDEST_VENV) build dist demo-output *.egg-info
+	rm -rf $(VENV) $(OLDEST_VENV) $(VLLM_VENV) build dist demo-output *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache
 
 $(INSTALLED): pyproject.toml
@@ -107,4 +116,11 @@ $(CONTAINER_READY): $(READY)
 	@echo "Installing torch 2.9 into $(CONTAINER_VENV): two minutes, then it is re-used."
 	$(PYTHON) -m venv --clear --without-pip $(CONTAINER_VENV)
 	$(BIN)/pip --python $(CONTAINER_VENV) install --quiet $(CONTAINER_PACKAGES)
+	@touch $@
+
+$(VLLM_READY): tests_vllm/requirements.txt $(READY)
+	$(VLLM_PYTHON) -m venv --clear --without-pip $(VLLM_VENV)
+	$(BIN)/pip install --quiet uv
+	$(BIN)/uv pip install --quiet --no-deps --python $(VLLM_VENV)/bin/python \
+		$(addprefix --find-links ,$(PIP_FIND_LINKS)) --requirement $<
 	@touch $@

@@ -17,7 +17,11 @@ __all__ = ["EXPORTERS", "dtype_for", "export", "require_exportable"]
 
 # Each module has a function export_<name>(plan, path) that writes a directory, tests what it wrote
 # and only then lets it appear. One with a default_dtype(config) is not for the mapper's own dtype.
-EXPORTERS = {"onnx": "kvhub.exporters.onnx_graph", "trtllm": "kvhub.exporters.trtllm"}
+EXPORTERS = {
+    "onnx": "kvhub.exporters.onnx_graph",
+    "trtllm": "kvhub.exporters.trtllm",
+    "vllm": "kvhub.exporters.vllm",
+}
 
 
 def require_exportable(backend: str, path: Path) -> None:

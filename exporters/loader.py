@@ -34,9 +34,9 @@ class Loader:
     """
 
     def __init__(self, deployment: Deployment, status: Status, pool: Pool, rank: int) -> None:
-        settings, source, states = deployment.settings, deployment.source, pool.states
+        settings, source = deployment.settings, deployment.source
         self.settings, self.status, self.pool = settings, status, pool
-        self.plan = load_plan(deployment, states.device, rank)
+        self.plan = load_plan(deployment, pool.device, rank)
         self.source_dtype = DTYPES[settings.source_kv_dtype]
         matched = deployment.facts["heads"] == "matched"
         self.source_heads = pool.heads if matched else (0, source.kv_heads)
@@ -49,20 +49,28 @@ class Loader:
         # As many chunks as fit, in whole blocks of the target.
         whole = max(pool.chunk_tokens, pool.tokens_per_block) // pool.chunk_tokens
         self.chunks = max(settings.workspace_bytes // (4 * shape.numel()) // whole, 1) * whole
-        on_gpu, device = states.is_cuda, states.device
+        on_gpu, device = pool.device.type == "cuda", pool.device
         dtype = self.plan.dtype if self.source_dtype == FLOAT8 else self.source_dtype
         self.host = torch.empty((self.chunks, *shape), dtype=self.source_dtype, pin_memory=on_gpu)
         self.scratch = torch.zeros((self.chunks, *shape), dtype=dtype, device=device)
         self.copied: Any = None
         if on_gpu:
             self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        # Where the pool is float8, the map writes beside it, and what it wrote is converted.
-        self.beside: Tensor | None = None
-        if states.dtype == FLOAT8:
-            blocks = self.chunks * pool.chunk_tokens // pool.tokens_per_block
+        # Where the pool cannot be mapped into, the map writes chunks beside it.
+        self.into = pool.paged
+        if self.into is None:
+            layers, kv_heads, head_dim = pool.geometry
             self.beside = torch.zeros(
-                (blocks, *states.shape[1:]), dtype=self.plan.dtype, device=device
+                (self.chunks, layers, 2, kv_heads, pool.chunk_tokens, head_dim),
+                dtype=self.plan.dtype if pool.dtype == FLOAT8 else pool.dtype,
+                device=device,
             )
+        # Here, for a wrong number of scales is to be refused before there are requests.
+        self.source_factors = self.target_factors = torch.ones((), device=device)
+        if self.source_dtype == FLOAT8:
+            self.source_factors = _as_factors(settings.source_kv_scales, self.scratch)
+        if pool.dtype == FLOAT8:
+            self.target_factors = _as_factors(settings.target_kv_scales, self.beside)
         self.kernels = _kernels(self.plan, settings.workspace_bytes)
         self._warm_up(whole)
 
@@ -87,10 +95,10 @@ class Loader:
         if self.kernels is None or not int(self.kernels.flag):
             return None
         self.kernels.flag.zero_()
-        return VerificationError(f"Mapped states are not finite as {self.pool.states.dtype}.")
+        return VerificationError(f"Mapped states are not finite as {self.pool.dtype}.")
 
     def _load(self, load: Load, kernels: TritonMap | None) -> None:
-        size, available = self.pool.tokens_per_block, len(self.pool.states)
+        size, available = self.pool.tokens_per_block, self.pool.num_blocks
         first, last = load.pieces[0].start, load.pieces[-1].start + self.pool.chunk_tokens
         blocks = load.blocks[first // size : last // size]
         fits = last <= len(load.blocks) * size
@@ -106,7 +114,7 @@ class Loader:
                     self._map(pieces[start : start + self.chunks], load.blocks, kernels)
                 continue
             for piece in pieces:
-                states = _heads(piece, self.pool.heads, self.pool.states.dtype)
+                states = _heads(piece, self.pool.heads, self.pool.dtype)
                 self.pool.write(piece.start, load.blocks[piece.start // size :], states)
 
     def _map(
@@ -119,16 +127,18 @@ class Loader:
         self._to_device(len(pieces))
         size, start = self.pool.tokens_per_block, pieces[0].start
         tokens = len(pieces) * self.pool.chunk_tokens
-        own = blocks[start // size : (start + tokens) // size]
         source = _paged(self.scratch, range(len(pieces)), tokens, start)
-        if self.beside is None:
-            self._run(source, _paged(self.pool.states, own, tokens, start), kernels)
+        if self.into is not None:
+            own = blocks[start // size : (start + tokens) // size]
+            self._run(source, _paged(self.into, own, tokens, start), kernels)
             return
-        self._run(source, _paged(self.beside, range(len(own)), tokens, start), kernels)
-        limit, scales = torch.finfo(FLOAT8).max, self.settings.target_kv_scales
-        stored = self.beside[: len(own)] / _as_factors(scales, self.beside)
-        converted = stored.clamp(-limit, limit).to(FLOAT8)
-        as_bytes(self.pool.states)[torch.tensor(own)] = as_bytes(converted)
+        self._run(source, _paged(self.beside, range(len(pieces)), tokens, start), kernels)
+        stored = self.beside[: len(pieces)]
+        if self.pool.dtype == FLOAT8:
+            limit = torch.finfo(FLOAT8).max
+            stored = (stored / self.target_factors).clamp(-limit, limit).to(FLOAT8)
+        for piece, states in zip(pieces, stored, strict=True):
+            self.pool.write(piece.start, blocks[piece.start // size :], states)
 
     def _run(self, source: PagedCache, target: PagedCache, kernels: TritonMap | None) -> None:
         if kernels is None:
@@ -140,7 +150,7 @@ class Loader:
         host, scratch = self.host[:count], self.scratch[:count]
         if self.source_dtype == FLOAT8:
             moved = host.to(scratch.device, non_blocking=True).to(scratch.dtype)
-            scratch.copy_(moved * _as_factors(self.settings.source_kv_scales, scratch))
+            scratch.copy_(moved * self.source_factors)
         else:
             scratch.copy_(host, non_blocking=True)
         if self.copied is not None:
@@ -149,8 +159,8 @@ class Loader:
     def _warm_up(self, count: int) -> None:
         """Map once into the first blocks and put back what was there: no request compiles."""
         tokens = count * self.pool.chunk_tokens
-        states = self.pool.states if self.beside is None else self.beside
-        blocks = range(tokens // self.pool.tokens_per_block)
+        states = self.beside if self.into is None else self.into
+        blocks = range(tokens // states.shape[4])
         before = states[: len(blocks)].clone()
         source, target = (
             _paged(pool, table, tokens, 0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -18,13 +18,13 @@ __all__ = ["PagedCache", "check_caches", "map_paged", "require_finite"]
 POOL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
 KEYS, VALUES = 0, 1  # in a pool's third dim
+# Work on layers that are read, rotated or written at once: few operations, each long enough for
+# threads, on what stays in a CPU's cache from one to the next.
+GROUP_BYTES = 8 * 2**20
 
 
 class Cells(NamedTuple):
-    """Where some tokens lie in a pool: `blocks`, `slots` and absolute `positions`, all `[tokens]`.
-
-    int64, on the pool's device.
-    """
+    """Where some tokens lie in a pool, and their absolute positions: `[tokens]` int64."""
 
     blocks: Tensor
     slots: Tensor
@@ -65,25 +65,41 @@ class PagedCache:
         rows = torch.searchsorted(ends, index, right=True)
         tokens = index - (ends - self.lengths)[rows]
         blocks = self.block_table[rows, tokens // self.tokens_per_block].long()
+        slots = tokens % self.tokens_per_block
         positions = self.start_positions[rows].long() + tokens
-        return Cells(blocks, tokens % self.tokens_per_block, positions)
+        return Cells(blocks, slots, positions)
 
-    def read(self, cells: Cells, layer: int, kind: int) -> Tensor:
-        """A copy of the keys or values of some tokens, `[tokens, kv_heads, head_dim]`."""
-        return self.pool[:, layer, kind][cells.blocks, :, cells.slots]
+    def read(self, cells: Cells, layers: Sequence[int], kind: int, groups: int = 1) -> Tensor:
+        """A copy of some tokens' keys or values.
 
-    def write(self, cells: Cells, layer: int, kind: int, states: Tensor) -> None:
+        `[layers, groups, tokens, kv_heads / groups, head_dim]`: as a product's features.
+        """
+        runs, index = self._runs(cells, layers, kind, groups)
+        return runs.index_select(0, index.flatten()).view(*index.shape, -1)
+
+    def write(self, cells: Cells, layers: Sequence[int], kind: int, states: Tensor) -> None:
         """The inverse of `read`: these cells and no others."""
-        self.pool[:, layer, kind][cells.blocks, :, cells.slots] = states
+        runs, index = self._runs(cells, layers, kind, states.shape[1])
+        runs.index_copy_(0, index.flatten(), states.flatten(0, -2))
+
+    def _runs(self, cells: Cells, layers: Sequence[int], kind: int, groups: int) -> list[Tensor]:
+        """Every run of head_dim numbers in memory, overlapping, and which of them are meant."""
+        # Selecting from these costs a CPU a sixth of indexing by block, layer, head and slot.
+        states, device = self.pool[:, :, kind], self.pool.device
+        block_stride, layer_stride, head_stride, slot_stride, _ = states.stride()
+        heads, head_dim = states.shape[2], states.shape[-1]
+        # [layers, 1, 1, 1] + [groups, 1, heads of a group] + [tokens, 1]
+        index = (
+            torch.tensor(layers, device=device)[:, None, None, None] * layer_stride
+            + torch.arange(heads, device=device).view(groups, 1, -1) * head_stride
+            + (cells.blocks * block_stride + cells.slots * slot_stride)[:, None]
+        )
+        return [states.as_strided((_reach(states) + 1 - head_dim, head_dim), (1, 1)), index]
 
 
 @torch.no_grad()
 def map_paged(
-    plan: MapPlan,
-    source: PagedCache,
-    target: PagedCache,
-    *,
-    workspace_bytes: int = WORKSPACE_BYTES,
+    plan: MapPlan, source: PagedCache, target: PagedCache, *, workspace_bytes: int = WORKSPACE_BYTES
 ) -> None:
     """Map every token of `source` into the blocks of `target`, row by row.
 
@@ -102,7 +118,7 @@ def map_paged(
         differ from the source's, keys then move to where the target's say.
     workspace_bytes
         Bound on what this allocates besides a few numbers per row, table entry and layer: it takes
-        as many tokens at once as fit, and one target layer after the other.
+        as many tokens at once as fit, and then as many layers.
 
     Raises
     ------
@@ -116,60 +132,61 @@ def map_paged(
     total = int(source.lengths.sum())
     step = tokens_at_once(plan, workspace_bytes)
     spans = [(start, min(start + step, total)) for start in range(0, total, step)]
-    chosen = plan.gather.tolist()
+    at_once = _layers_at_once(plan, workspace_bytes, min(step, total))
     for span in spans:
-        require_finite(source, span, range(plan.source_layers), "source")
+        require_finite(source, span, range(plan.source_layers), "source", at_once)
     for span in spans:
-        sums = _map_span(plan, source, target, span, chosen)
+        sums = _map_span(plan, source, target, span, at_once)
         if not bool(torch.isfinite(sums).all()):
             require_finite(target, span, range(plan.target_layers), "mapped")
 
 
 def _map_span(
-    plan: MapPlan,
-    source: PagedCache,
-    target: PagedCache,
-    span: tuple[int, int],
-    chosen: list[list[int]],
+    plan: MapPlan, source: PagedCache, target: PagedCache, span: tuple[int, int], at_once: int
 ) -> Tensor:
     """Map the tokens of a span; the sums of what was written, not finite if a number is not."""
-    source_cells, target_cells = source.cells(*span), target.cells(*span)
-    sums = []
     dtype, rotation_dtype = _arithmetic(plan)
+    source_cells, target_cells = source.cells(*span), target.cells(*span)
+    strip = Rotation(source_cells.positions, plan.source_rope, rotation_dtype, plan.device).strip
+    apply = Rotation(target_cells.positions, plan.target_rope, rotation_dtype, plan.device).apply
+    chosen = plan.gather.tolist()
+    used = plan.gather.unique().tolist()
+    tokens = span[1] - span[0]
+    # Once for keys and values: to get new memory costs a CPU more than to write to it.
+    size = (len(used), plan.groups, tokens, plan.features // plan.top_k)
+    features = torch.empty(size, dtype=dtype, device=plan.device)
+    shape = (plan.groups, tokens, plan.outputs)
+    results = torch.empty(at_once, *shape, dtype=dtype, device=plan.device)
+    heads, sums = plan.target_kv_heads // plan.groups, []
     for kind, weights, biases in (
         (KEYS, plan.key_weight, plan.key_bias),
         (VALUES, plan.value_weight, plan.value_bias),
     ):
-        if kind == KEYS:
-            strip, apply = (
-                Rotation(cells.positions, rope, rotation_dtype, plan.device)
-                for cells, rope in (
-                    (source_cells, plan.source_rope),
-                    (target_cells, plan.target_rope),
+        for part, layers in zip(torch.split(features, at_once), _parts(used, at_once), strict=True):
+            states = source.read(source_cells, layers, kind, plan.groups)
+            if kind == KEYS:
+                states = strip(states.transpose(2, 3)).transpose(2, 3)
+            part.copy_(states.flatten(3))
+        for layers in _parts(range(plan.target_layers), at_once):
+            for layer, result in zip(layers, results, strict=False):
+                multiply(
+                    [features[used.index(index)] for index in chosen[layer]],
+                    weights[layer].to(dtype),
+                    biases[layer][:, None].to(dtype),
+                    gather=plan.device.type == "cuda",
+                    out=result,
                 )
-            )
-        sources = {}
-        for layer in {*chain(*chosen)}:
-            states = source.read(source_cells, layer, kind).transpose(0, 1)
+            states = results[: len(layers)].view(-1, *shape[:2], heads, plan.target_head_dim)
             if kind == KEYS:
-                states = strip.strip(states)
-            # [kv_heads, tokens, head_dim] -> [groups, tokens, features of a layer in a group]
-            grouped = states.to(dtype).view(plan.groups, -1, *states.shape[1:])
-            sources[layer] = grouped.transpose(1, 2).flatten(2)
-        for layer, layers in enumerate(chosen):
-            weight, bias = weights[layer].to(dtype), biases[layer][:, None].to(dtype)
-            product = multiply(
-                [sources[index] for index in layers], weight, bias, gather=weight.is_cuda
-            )
-            # [groups, tokens, outputs] -> [kv_heads, tokens, head_dim]
-            states = product.view(*product.shape[:2], -1, plan.target_head_dim)
-            states = states.transpose(1, 2).flatten(0, 1)
-            if kind == KEYS:
-                states = apply.apply(states)
-            states = states.transpose(0, 1).to(target.pool.dtype)
+                states = apply(states.transpose(2, 3)).transpose(2, 3)
+            states = states.to(target.pool.dtype)
             sums.append(states.sum(dtype=torch.float32))
-            target.write(target_cells, layer, kind, states)
+            target.write(target_cells, layers, kind, states)
     return torch.stack(sums)
+
+
+def _parts(layers: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [layers[start : start + size] for start in range(0, len(layers), size)]
 
 
 def _arithmetic(plan: MapPlan) -> tuple[torch.dtype, torch.dtype]:
@@ -180,47 +197,46 @@ def _arithmetic(plan: MapPlan) -> tuple[torch.dtype, torch.dtype]:
 
 
 def tokens_at_once(plan: MapPlan, workspace_bytes: int) -> int:
-    """How many tokens fit a workspace: their source layers, and one target layer's work.
-
-    On a CPU no more than `CPU_ROWS`, so that one layer's stay in its caches.
-
-    Raises
-    ------
-    UsageError
-        Not one.
-    """
-    dtype, rotation_dtype = _arithmetic(plan)
-    size, wide = dtype.itemsize, rotation_dtype.itemsize
-    source = plan.source_kv_heads * plan.source_head_dim
-    target = plan.target_kv_heads * plan.target_head_dim
-    used = len({*plan.gather.flatten().tolist()})
-    # Of each kind of work at its peak: as it lies in the pool, before and after a rotation.
-    one_layer = (4 + 2 * wide) * max(source, target) + size * target
-    gathered = (used + plan.top_k * (plan.device.type == "cuda")) * size * source
-    tables = 5 * wide * (plan.source_rope.rotary_dim + plan.target_rope.rotary_dim) // 2
-    cells = 16 * torch.int64.itemsize
-    per_token = one_layer + gathered + tables + cells
-    weights = plan.groups * (plan.features + 1) * plan.outputs * size
-    fixed = weights if dtype != plan.dtype else 0
-    tokens: int = (workspace_bytes - fixed) // per_token
+    """How many tokens fit a workspace, on a CPU at most `CPU_ROWS`; UsageError if not one."""
+    fixed, per_token, per_layer = _work_bytes(plan)
+    tokens: int = (workspace_bytes - fixed) // (per_token + per_layer)
     if tokens < 1:
         raise UsageError(
             f"A workspace of {workspace_bytes} bytes does not hold one token of this mapper; "
-            f"expected at least {fixed + per_token}.",
+            f"expected at least {fixed + per_token + per_layer}.",
             "Give a larger workspace_bytes.",
         )
     return min(tokens, CPU_ROWS) if plan.device.type == "cpu" else tokens
 
 
+def _layers_at_once(plan: MapPlan, workspace_bytes: int, tokens: int) -> int:
+    """How many layers' work a cache holds, and the workspace beside these tokens."""
+    fixed, per_token, per_layer = _work_bytes(plan)
+    free = min(GROUP_BYTES, workspace_bytes - fixed - tokens * per_token)
+    return max(1, free // max(1, tokens * per_layer))
+
+
+def _work_bytes(plan: MapPlan) -> tuple[int, int, int]:
+    """What mapping allocates: in any case, per token, and per token and layer at once."""
+    dtype, rotation_dtype = _arithmetic(plan)
+    size, wide, integer = dtype.itemsize, rotation_dtype.itemsize, torch.int64.itemsize
+    heads = max(plan.source_kv_heads, plan.target_kv_heads)
+    source = plan.source_kv_heads * plan.source_head_dim
+    target = plan.target_kv_heads * plan.target_head_dim
+    weights = plan.groups * (plan.features + 1) * plan.outputs * size
+    used = len({*plan.gather.flatten().tolist()})
+    gathered = (used + plan.top_k * (plan.device.type == "cuda")) * size * source
+    tables = 5 * wide * (plan.source_rope.rotary_dim + plan.target_rope.rotary_dim) // 2
+    # Of each kind of work at its peak: as it lies in the pool, before and after a rotation.
+    per_layer = (4 + 2 * wide) * max(source, target) + size * target + 2 * integer * heads
+    fixed = weights if dtype != plan.dtype else 0
+    return fixed, gathered + tables + 16 * integer, per_layer
+
+
 def check_caches(plan: MapPlan, source: PagedCache, target: PagedCache) -> None:
-    """Raise where mapping would read or write what it should not; touches no pool.
+    """Raise where mapping, as `map_paged`, would read or write what it should not.
 
-    Waits for the device: it looks at the tables.
-
-    Parameters
-    ----------
-    plan, source, target
-        As for `map_paged`.
+    Touches no pool. Waits for the device: it looks at the tables.
 
     Raises
     ------
@@ -231,12 +247,8 @@ def check_caches(plan: MapPlan, source: PagedCache, target: PagedCache) -> None:
         not hold or that differ between source and target; a needed block that the pool does not
         have; a target block that is needed twice; or pools that share memory.
     """
-    _check_cache(
-        "source", source, plan, (plan.source_layers, plan.source_kv_heads, plan.source_head_dim)
-    )
-    _check_cache(
-        "target", target, plan, (plan.target_layers, plan.target_kv_heads, plan.target_head_dim)
-    )
+    for side, cache in (("source", source), ("target", target)):
+        _check_cache(side, cache, plan)
     lengths, found_lengths = source.lengths.tolist(), target.lengths.tolist()
     if len(lengths) != len(found_lengths):
         raise UsageError(
@@ -270,10 +282,10 @@ def check_caches(plan: MapPlan, source: PagedCache, target: PagedCache) -> None:
         )
 
 
-def _check_cache(
-    side: str, cache: PagedCache, plan: MapPlan, geometry: tuple[int, int, int]
-) -> None:
-    layers, kv_heads, head_dim = geometry
+def _check_cache(side: str, cache: PagedCache, plan: MapPlan) -> None:
+    layers, kv_heads, head_dim = (
+        getattr(plan, f"{side}_{name}") for name in ("layers", "kv_heads", "head_dim")
+    )
     pool, table = cache.pool, cache.block_table
     shape = list(pool.shape)
     if len(shape) != 6 or shape[1:4] + shape[5:] != [layers, 2, kv_heads, head_dim]:
@@ -356,24 +368,30 @@ def _extent(pool: Tensor) -> tuple[int, int]:
     """The addresses of a pool's first byte and of the one after its last."""
     if not pool.numel():
         return 0, 0
-    last = sum((size - 1) * step for size, step in zip(pool.shape, pool.stride(), strict=True))
-    return pool.data_ptr(), pool.data_ptr() + (last + 1) * pool.element_size()
+    return pool.data_ptr(), pool.data_ptr() + _reach(pool) * pool.element_size()
+
+
+def _reach(pool: Tensor) -> int:
+    """Numbers from a tensor's first to its last in memory, both counted."""
+    return 1 + sum((size - 1) * step for size, step in zip(pool.shape, pool.stride(), strict=True))
 
 
 def require_finite(
-    cache: PagedCache, span: tuple[int, int], layers: Sequence[int], what: str
+    cache: PagedCache, span: tuple[int, int], layers: Sequence[int], what: str, at_once: int = 1
 ) -> None:
     """Raise VerificationError with the first number of these tokens that is not finite."""
     cells = cache.cells(*span)
     # One pass over the numbers and one wait per span. No sum hides an infinity or a NaN, but it
     # may overflow by itself, hence the second look.
-    pairs = [(layer, kind) for layer in layers for kind in (KEYS, VALUES)]
-    sums = [cache.read(cells, *pair).sum(dtype=torch.float32) for pair in pairs]
+    sums = [
+        cache.read(cells, part, kind).sum(dtype=torch.float32)
+        for part, kind in product(_parts(layers, at_once), (KEYS, VALUES))
+    ]
     if bool(torch.isfinite(torch.stack(sums)).all()):
         return
-    for layer, kind in pairs:
-        bad = (~torch.isfinite(cache.read(cells, layer, kind))).nonzero()[:1].tolist()
-        for token, head, _ in bad:
+    for layer, kind in product(layers, (KEYS, VALUES)):
+        bad = (~torch.isfinite(cache.read(cells, [layer], kind))).nonzero()[:1].tolist()
+        for _, _, token, head, _ in bad:
             raise VerificationError(
                 f"The {what} cache is not finite as {cache.pool.dtype}: first the "
                 f"{'values' if kind else 'keys'} of layer {layer}, KV head {head}, block "

@@ -171,7 +171,11 @@ class Planner:
         request.exact = self._is_exact(request, computed)
         if not (self.maps and salted):
             return 0
-        pieces, reason = self._stage(arrival.name, request, computed)
+        try:
+            pieces, reason = self._stage(arrival.name, request, computed)
+        except Exception as error:  # whatever it is, the engine can do without
+            self.status.failure("offer", error)
+            pieces, reason = [], "an error"
         if not pieces:
             self.status.request(arrival.name, FALLBACK, reason)
             return 0

@@ -36,8 +36,8 @@ class Saver:
         self.store, self.status, self.pool = store, status, pool
         self.limit_bytes = limit_bytes
         self.stream: Any = None
-        if pool.states.is_cuda:
-            self.stream = torch.cuda.Stream(pool.states.device)  # type: ignore[no-untyped-call]
+        if pool.device.type == "cuda":
+            self.stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._queue: queue.Queue[tuple[Save, Tensor, Any] | None] = queue.Queue()
         self._lock = threading.Lock()
         self._reading: Counter[int | str] = Counter()
@@ -76,7 +76,7 @@ class Saver:
     def _copy(self, save: Save) -> tuple[Tensor, Any]:
         if self.stream is None:
             return self.pool.read(save.start, save.blocks), None
-        self.stream.wait_stream(torch.cuda.current_stream(self.pool.states.device))
+        self.stream.wait_stream(torch.cuda.current_stream(self.pool.device))
         with torch.cuda.stream(self.stream):
             states = self.pool.read(save.start, save.blocks).to("cpu", non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

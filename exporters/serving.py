@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 SCHEMA = 1
+REQUIRED = ("digest", "heads", "groups", "top_k", "gather", "weights_sha256", "source", "target")
 FACTS, SETTINGS, WEIGHTS = "kvhub.json", "settings.json", "weights.safetensors"
 # The engines forward variables to their workers only if they begin so.
 SETTINGS_VARIABLE = "TLLM_KVHUB_SETTINGS"
@@ -192,8 +193,15 @@ class Deployment:
         return ":".join([SALT, self.digest, *([] if tenant is None else [tenant])])
 
 
-def load_deployment(path: Path) -> Deployment:
+def load_deployment(path: Path, overrides: Mapping[str, Any] | None = None) -> Deployment:
     """Read an exported directory, without its weights.
+
+    Parameters
+    ----------
+    path
+        The directory.
+    overrides
+        Settings that the engine was started with, in the place of those of the file.
 
     Raises
     ------
@@ -208,9 +216,14 @@ def load_deployment(path: Path) -> Deployment:
             f"{path / FACTS} has schema {facts.get('schema')!r}; expected {SCHEMA}.",
             "Export the mapper again, with the version of kvhub that this code is from.",
         )
+    if missing := [name for name in REQUIRED if name not in facts]:
+        raise VerificationError(
+            f"{path / FACTS} has no {', '.join(missing)}.", "Export the mapper again."
+        )
     named = os.environ.get(SETTINGS_VARIABLE)
     file = Path(named) if named else path / SETTINGS
-    settings = _settings(_read_json(file), file) if named or file.exists() else Settings()
+    values = _read_json(file) if named or file.exists() else {}
+    settings = _settings({**values, **(overrides or {})}, file)
     found = mapper_digest(facts)
     if found != facts["digest"]:
         raise VerificationError(
@@ -342,7 +355,10 @@ def _settings(values: dict[str, Any], file: Path) -> Settings:
     listed: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
     }
-    return Settings(**listed)
+    try:
+        return Settings(**listed)
+    except TypeError as error:  # a text where a number belongs
+        raise UsageError(f"{file} has a setting of the wrong kind: {error}.") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -9,8 +9,10 @@ import fcntl
 import mmap
 import os
 import shutil
+import stat
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -22,7 +24,7 @@ from kvhub.exporters.status import Status
 from kvhub.exporters.store import Store, StoreError
 from torch import Tensor
 
-from kvhub.errors import VerificationError
+from kvhub.errors import UsageError, VerificationError
 
 __all__ = ["Part", "Stage", "open_entry"]
 
@@ -64,15 +66,27 @@ class Stage:
     def __init__(self, store: Store, path: str | None, capacity_bytes: int, status: Status) -> None:
         root = Path(path or f"/dev/shm/kvhub-stage-{os.geteuid()}")
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _remove_abandoned(root)
+        found = root.stat()
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise UsageError(
+                f"{root} must belong to user {os.geteuid()} and be writable by no other; found "
+                f"user {found.st_uid} and mode {stat.S_IMODE(found.st_mode):o}.",
+                "Choose another staging_path, or chmod 700 it.",
+            )
         self.store, self.capacity_bytes, self.status = store, capacity_bytes, status
         self.path = root / f"{os.getpid()}-{time.monotonic_ns():x}"
-        self.path.mkdir(mode=0o700)
-        self._owner = (self.path / "owner").open("w")
-        fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with (root / "lock").open("w") as lock:
+            # Engines start together: none may take the other's new directory for abandoned.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _remove_abandoned(root)
+            self.path.mkdir(mode=0o700)
+            owner = os.open(self.path / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._disown = weakref.finalize(self, os.close, owner)
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvhub-stage")
         self._lock = threading.Lock()
         self._held: dict[str, dict[str, int]] = {}  # bytes of files, by owner
+        self._bytes = 0  # of all of them
         self._serial = 0
 
     def take(
@@ -117,6 +131,7 @@ class Stage:
         """Let go of what an owner holds; also of what is still being read for it."""
         with self._lock:
             files = self._held.pop(owner, {})
+            self._bytes -= sum(files.values())
         for file in files:
             with suppress(FileNotFoundError):
                 os.unlink(file)
@@ -125,12 +140,12 @@ class Stage:
     def held_bytes(self) -> int:
         """Of all files."""
         with self._lock:
-            return sum(sum(files.values()) for files in self._held.values())
+            return self._bytes
 
     def close(self) -> None:
         """Remove everything."""
         self._threads.shutdown(wait=True, cancel_futures=True)
-        self._owner.close()
+        self._disown()
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _result(
@@ -190,9 +205,9 @@ class Stage:
     def _hold(self, owner: str, file: str) -> bool:
         size = os.stat(file).st_size
         with self._lock:
-            held = sum(sum(files.values()) for files in self._held.values())
-            if owner in self._held and held + size <= self.capacity_bytes:
+            if owner in self._held and self._bytes + size <= self.capacity_bytes:
                 self._held[owner][file] = size
+                self._bytes += size
                 return True
             late = owner not in self._held
         os.unlink(file)
@@ -201,7 +216,7 @@ class Stage:
 
     def _drop(self, owner: str, file: str) -> None:
         with self._lock:
-            self._held.get(owner, {}).pop(file, None)
+            self._bytes -= self._held.get(owner, {}).pop(file, 0)
         with suppress(FileNotFoundError):
             os.unlink(file)
 
@@ -237,5 +252,7 @@ def _remove_abandoned(root: Path) -> None:
             with (path / "owner").open("r+") as owner:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
+        except FileNotFoundError:  # killed before it had one
+            shutil.rmtree(path, ignore_errors=True)
         except OSError:
             continue  # alive, or not ours

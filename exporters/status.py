@@ -9,13 +9,18 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["APPLIED", "FALLBACK", "UNSUPPORTED", "Status"]
+__all__ = ["APPLIED", "FALLBACK", "UNSUPPORTED", "Status", "contained"]
 
 APPLIED = "applied"  # mapped or exact states of the store are in the engine
 FALLBACK = "fallback_reprefill"  # the engine computes the prompt itself
 UNSUPPORTED = "unsupported"  # a request that kvhub never serves
 LOG = logging.getLogger("kvhub")
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 class Status:
@@ -50,7 +55,8 @@ class Status:
     def failure(self, what: str, error: Exception) -> None:
         """Note an error that was contained: the request goes on without kvhub."""
         self.count(f"error: {what}")
-        LOG.warning("%s: %s: %s", what, type(error).__name__, error)
+        # Its text: a record that somebody keeps must not keep what the error refers to.
+        LOG.warning("%s: %s: %s", what, type(error).__name__, str(error))
 
     def _write(self, line: dict[str, object]) -> None:
         if self.file is None:
@@ -66,3 +72,26 @@ class Status:
         except OSError as error:
             self.count("error: status file")
             LOG.warning("The status file %s cannot be written: %s", self.file, error)
+
+
+def contained(default: Callable[[], Any]) -> Callable[..., Any]:
+    """Log and count what a method raises, and return `default()` in its place.
+
+    The method is one of an object with a `status`.
+    """
+
+    def decorate(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        @wraps(method)
+        def call(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
+            try:
+                return method(*args, **options)
+            except Exception as error:  # out of here it would end the engine's loop
+                owner: Any = args[0]
+                owner.status.failure(method.__name__, error)
+                LOG.debug("%s", method.__name__, exc_info=True)
+                result: Result = default()
+                return result
+
+        return call
+
+    return decorate

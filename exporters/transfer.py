@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 
 from kvhub.exporters.loader import Loader
-from kvhub.exporters.planner import Load, Save
+from kvhub.exporters.planner import Orders, Save
 from kvhub.exporters.pool import Pool
 from kvhub.exporters.saver import Saver
 from kvhub.exporters.serving import DTYPES, Deployment, heads_of
 from kvhub.exporters.status import APPLIED, Status
 from kvhub.exporters.store import Store
-from torch import Tensor
 
 from kvhub.errors import IncompatiblePairError, UsageError, VerificationError
 
@@ -25,9 +24,8 @@ class Transfer:
         What was exported, where entries go, and where it is said what became of requests.
     maps
         Whether this engine is the target.
-    states
-        Its pool: `[blocks, layers, 2, kv_heads, tokens_per_block, head_dim]` of this rank's KV
-        heads, in any strides with a head's dims side by side; keys rotated.
+    pool
+        Its own, of this rank's KV heads.
     rank
         Of the engine's tensor parallel ranks.
 
@@ -44,7 +42,7 @@ class Transfer:
         status: Status,
         *,
         maps: bool,
-        states: Tensor,
+        pool: Pool,
         rank: int,
     ) -> None:
         settings = deployment.settings
@@ -53,22 +51,24 @@ class Transfer:
             if maps
             else (deployment.source, settings.source_kv_dtype, settings.source_tp)
         )
-        pool = Pool(states, heads_of(side.kv_heads, ranks, rank), settings.chunk_tokens)
-        expected = [side.num_layers, 2, pool.heads[1] - pool.heads[0], side.head_dim]
-        found = [*states.shape[1:4], states.shape[5]]
-        if found != expected or states.dtype != DTYPES[name]:
+        start, stop = heads_of(side.kv_heads, ranks, rank)
+        expected = (side.num_layers, stop - start, side.head_dim)
+        if pool.geometry != expected or pool.dtype != DTYPES[name]:
             raise IncompatiblePairError(
-                f"The pool of rank {rank} has [layers, 2, kv_heads, head_dim] = {found} as "
-                f"{states.dtype}; expected {expected} as {name}, as {side.model} has on {ranks} "
+                f"The pool of rank {rank} has (layers, kv_heads, head_dim) = {pool.geometry} as "
+                f"{pool.dtype}; expected {expected} as {name}, as {side.model} has on {ranks} "
                 "ranks.",
                 "Serve the model that the mapper was exported for, or correct settings.json.",
             )
         self.status, self.pool, self.rank = status, pool, rank
         self.saver = Saver(store, status, pool, settings.saving_bytes)
         self.loader = Loader(deployment, status, pool, rank) if maps else None
-        self._outcomes: list[tuple[Load, Exception | None]] = []
+        self._outcomes: dict[int | str, Exception | None] = {}
+        # Keys of chunks that were promised and not loaded. Engines may keep their blocks, as if
+        # they had been, for later requests of the same tokens.
+        self._broken: set[str] = set()
 
-    def load(self, loads: Sequence[Load]) -> None:
+    def load(self, orders: Orders) -> None:
         """Write what was promised into the pool, on the current stream; `check` says how it went.
 
         Raises
@@ -76,26 +76,34 @@ class Transfer:
         UsageError
             This engine is no target.
         """
-        for load in loads:
-            self._outcomes.append((load, self._loader().load(load)))
-
-    def check(self) -> None:
-        """Confirm the loads since the last check, once they are done.
-
-        Raises
-        ------
-        VerificationError
-            One of them failed twice. The engine must not answer its request: there are no states
-            where it was promised some.
-        """
-        outcomes, self._outcomes = self._outcomes, []
-        beyond = self._loader().beyond() if outcomes else None
-        failed: list[tuple[Load, Exception]] = []
-        for load, error in outcomes:
-            mapped = sum(piece.mapped for piece in load.pieces)
-            error = error or (beyond if mapped else None)
+        self._outcomes = {}
+        failed = {key for keys in orders.lost.values() for key in keys}
+        self._broken |= failed
+        for load in orders.loads:
+            self._broken.update(load.chain)
+        for load in orders.loads:
+            error = self._outcomes[load.name] = self._loader().load(load)
             if error is not None:
-                failed.append((load, error))
+                failed.update(load.chain)
+        loaded = {key for load in orders.loads for key in load.chain}
+        self._broken -= loaded - failed
+
+    def failures(self, orders: Orders) -> dict[int | str, Exception]:
+        """Confirm what `load` did, once it is done; of which requests something was not loaded.
+
+        It was promised to them, or they found it in the engine. The engine must not answer them
+        from what is there.
+        """
+        outcomes, self._outcomes = self._outcomes, {}
+        beyond = self._loader().beyond() if outcomes else None
+        lost = VerificationError("It could not be ordered.")
+        failed: dict[int | str, Exception] = dict.fromkeys(orders.lost, lost)
+        for load in orders.loads:
+            mapped = sum(piece.mapped for piece in load.pieces)
+            error = outcomes.get(load.name, lost) or (beyond if mapped else None)
+            if error is not None:
+                failed[load.name] = error
+                self._broken.update(load.chain)
             elif self.rank == 0:
                 size = self.pool.chunk_tokens
                 exact = len(load.pieces) - mapped
@@ -104,10 +112,24 @@ class Transfer:
                     mapped_tokens=mapped * size,
                     exact_tokens=exact * size,
                 )
-        for load, error in failed:
+        for name, keys in orders.reused.items():
+            if self._broken and (keys is None or self._broken.intersection(keys)):
+                failed[name] = VerificationError("An earlier request had failed to load it.")
+        return failed
+
+    def check(self, orders: Orders) -> None:
+        """Confirm what `load` did, where an engine can only fail requests.
+
+        Raises
+        ------
+        VerificationError
+            There are failures.
+        """
+        for name, error in self.failures(orders).items():
+            self.status.count("error: promise not kept")
             raise VerificationError(
-                f"The states that request {load.name} was promised could not be loaded: {error}",
-                "The request has failed; send it again.",
+                f"The states that request {name} was promised could not be loaded: {error}",
+                "The request has failed; send it again, if need be under another tenant's salt.",
             ) from error
 
     def save(self, saves: Sequence[Save]) -> None:

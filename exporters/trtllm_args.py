@@ -25,8 +25,8 @@ REQUIRED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("kv_cache_config.host_cache_size", lambda found: not found, "blocks move to the host"),
     (
         "kv_cache_config.max_attention_window",
-        lambda found: len(set(found or ())) <= 1,
-        "layers have pools of their own",
+        lambda found: not found,
+        "states behind a window are others",
     ),
     (
         "scheduler_config.capacity_scheduler_policy",

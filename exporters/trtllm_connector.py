@@ -13,18 +13,17 @@ request is then computed by the engine. Only `wait_for_save` raises, which fails
 the iteration, where states that were promised are not there.
 """
 
-import logging
 import os
-from collections.abc import Callable
-from functools import wraps
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from kvhub.exporters.planner import Arrival, Orders, Planner
+from kvhub.exporters.pool import PagedPool
 from kvhub.exporters.serving import DTYPES, load_deployment
 from kvhub.exporters.staging import Stage
-from kvhub.exporters.status import Status
+from kvhub.exporters.status import Status, contained
 from kvhub.exporters.store import open_store
 from kvhub.exporters.transfer import Transfer
 from kvhub.exporters.trtllm_args import check_args, get
@@ -52,29 +51,6 @@ NAMES = {
     torch.bfloat16: ("bfloat16",),
     torch.float8_e4m3fn: ("fp8",),
 }
-LOG = logging.getLogger("kvhub")
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
-
-def contained(default: Callable[[], Any]) -> Callable[..., Any]:
-    """Log and count what a method raises, and return `default()` in its place."""
-
-    def decorate(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-        @wraps(method)
-        def call(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
-            try:
-                return method(*args, **options)
-            except Exception as error:  # out of here it would end the engine's loop
-                owner: Any = args[0]
-                owner.status.failure(method.__name__, error)
-                LOG.debug("%s", method.__name__, exc_info=True)
-                result: Result = default()
-                return result
-
-        return call
-
-    return decorate
 
 
 class _Scheduler(KvCacheConnectorScheduler):
@@ -117,23 +93,32 @@ class _Scheduler(KvCacheConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
         orders = Orders()
-        if scheduler_output is None:
-            return orders
-        self.planner.next_iteration()
-        for data in (*scheduler_output.new_requests, *scheduler_output.cached_requests):
-            self._schedule(data, orders)
+        if not self._fill(orders, scheduler_output):
+            # Promised states that are not loaded must fail their request, whatever went wrong.
+            self.planner.lose(orders)
         return orders
 
-    @contained(lambda: None)
-    def _schedule(self, data: Any, orders: Orders) -> None:
+    @contained(lambda: False)
+    def _fill(self, orders: Orders, scheduler_output: Any) -> bool:
+        if scheduler_output is None:
+            return True
+        self.planner.next_iteration()
+        done = [self._schedule(data, orders, True) for data in scheduler_output.new_requests]
+        done += [self._schedule(data, orders, False) for data in scheduler_output.cached_requests]
+        return all(done)
+
+    @contained(lambda: False)
+    def _schedule(self, data: Any, orders: Orders, new: bool) -> bool:
         self.planner.scheduled(
             data.request_id,
+            new=new,
             new_tokens=data.new_tokens,
             new_blocks=_blocks(data),
             computed=data.computed_position,
             scheduled=data.num_scheduled_tokens,
             orders=orders,
         )
+        return True
 
     # True is the safe answer: the workers say when they do not read a request's blocks any more.
     @contained(lambda: True)
@@ -145,9 +130,8 @@ class _Scheduler(KvCacheConnectorScheduler):
         finished: bool = self.request_finished(request, [])
         return finished
 
-    @contained(lambda: None)
     def cancel_load(self, request: Any, start: int, end: int) -> None:
-        self.planner.forget(request.request_id)
+        """Nothing: what the engine computes after all, it writes over what was loaded."""
 
     @contained(lambda: None)
     def request_reset(self, request: Any) -> None:
@@ -160,7 +144,8 @@ class _Scheduler(KvCacheConnectorScheduler):
             return str(salt), ""
         number = getattr(request, "cache_salt_id", None)
         if number is None:
-            return None, ""
+            shown = hasattr(request, "cache_salt") or hasattr(request, "cache_salt_id")
+            return None, "" if shown else "this version does not show its salt"
         if number in self.salts:
             return self.salts[number], ""
         return None, "its salt is none of the settings' tenants"
@@ -232,8 +217,12 @@ class _Worker(KvCacheConnectorWorker):
             open_store(settings.store),
             self.status,
             maps=self.maps,
-            # A view also where blocks are strided: only their numbers are divided up.
-            states=pool.view(*pool.shape[:3], heads, found, side.head_dim),
+            pool=PagedPool(
+                # A view also where blocks are strided: only their numbers are divided up.
+                pool.view(*pool.shape[:3], heads, found, side.head_dim),
+                (self.rank * heads, (self.rank + 1) * heads),
+                settings.chunk_tokens,
+            ),
             rank=self.rank,
         )
 
@@ -246,9 +235,13 @@ class _Worker(KvCacheConnectorWorker):
     def start_load_kv(self, stream: Any) -> None:
         """All of it here: under CUDA graphs the hooks of the layers are not called."""
         orders = self._orders()
-        if orders.loads:
-            with _on(stream):
-                self._transfer().load(orders.loads)
+        if orders.loads or orders.lost:
+            self._load(orders, stream)
+
+    @contained(lambda: None)  # wait_for_save fails what has not been loaded
+    def _load(self, orders: Orders, stream: Any) -> None:
+        with self._on(stream):
+            self._transfer().load(orders)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """Nothing: every layer was loaded in front of the first."""
@@ -257,17 +250,17 @@ class _Worker(KvCacheConnectorWorker):
         """Nothing: whole blocks are saved after the last."""
 
     def wait_for_save(self, stream: Any) -> None:
-        """Begin to save what this iteration completed; fail if what it promised is not there."""
+        """Fail if what this iteration promised is not there; begin to save what it completed."""
         orders = self._orders()
+        if orders.loads or orders.lost or orders.reused:
+            self._transfer().check(orders)  # first: nothing of a failed request is to be saved
         if orders.saves:
-            with _on(stream):
-                self._save(orders)
-        if orders.loads:
-            self._transfer().check()
+            self._save(orders, stream)
 
     @contained(lambda: None)
-    def _save(self, orders: Orders) -> None:
-        self._transfer().save(orders.saves)
+    def _save(self, orders: Orders, stream: Any) -> None:
+        with self._on(stream):
+            self._transfer().save(orders.saves)
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
@@ -285,6 +278,11 @@ class _Worker(KvCacheConnectorWorker):
     def _orders(self) -> Orders:
         found = self.get_connector_meta()
         return found if isinstance(found, Orders) else Orders()
+
+    def _on(self, stream: Any) -> Any:
+        """Make an engine's stream the current one; there is none without CUDA."""
+        on_gpu = self._transfer().pool.states.is_cuda
+        return torch.cuda.stream(stream) if on_gpu else nullcontext()
 
     def _transfer(self) -> Transfer:
         if self.transfer is None:
@@ -372,8 +370,3 @@ def _region(layout: Any, region: Any, dtype: torch.dtype) -> torch.Tensor:
         )
     slots: torch.Tensor = region.as_tensor(dtype)
     return slots.view(len(slots), len(layers), 2, -1)
-
-
-def _on(stream: Any) -> Any:
-    """Make an engine's stream the current one; there is none without CUDA."""
-    return torch.cuda.stream(stream) if torch.cuda.is_available() else torch.no_grad()

@@ -11,7 +11,14 @@ WORKSPACE_BYTES = 256 * 2**20
 CPU_ROWS = 2048
 
 
-def multiply(sources: list[Tensor], weight: Tensor, bias: Tensor, *, gather: bool) -> Tensor:
+def multiply(
+    sources: list[Tensor],
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    gather: bool,
+    out: Tensor | None = None,
+) -> Tensor:
     """X W + b, where X is `sources` side by side.
 
     Parameters
@@ -23,6 +30,8 @@ def multiply(sources: list[Tensor], weight: Tensor, bias: Tensor, *, gather: boo
     gather
         One wide product of gathered features: few launches, and half precision is rounded once.
         Otherwise a sum of products: gathering costs a CPU a fifth of the product.
+    out
+        Where to put the result; None: new memory.
 
     Returns
     -------
@@ -30,9 +39,9 @@ def multiply(sources: list[Tensor], weight: Tensor, bias: Tensor, *, gather: boo
         `[groups, rows, outputs]`.
     """
     if gather:
-        return torch.baddbmm(bias, torch.cat(sources, dim=-1), weight)
+        return torch.baddbmm(bias, torch.cat(sources, dim=-1), weight, out=out)
     parts = weight.view(len(weight), len(sources), -1, weight.shape[-1]).unbind(1)
-    result = torch.baddbmm(bias, sources[0], parts[0])
+    result = torch.baddbmm(bias, sources[0], parts[0], out=out)
     for source, part in zip(sources[1:], parts[1:], strict=True):
         result.baddbmm_(source, part)
     return result

@@ -27,7 +27,7 @@ def side(spec, name):
 
 
 def deploy(mapper, path, names=("source", "target"), dtype=None, **settings):
-    """Write what a connector reads of an exported directory; float32 pools if not said otherwise."""
+    """Write what a connector reads of an exported directory; with float32 pools by default."""
     plan = make_plan(mapper, dtype=dtype)
     path.mkdir(parents=True)
     tensors = {

@@ -11,10 +11,11 @@ import pytest
 import torch
 import typer
 import yaml
-from kvhub.exporters import export, trtllm
+from kvhub.exporters import directory, export
+from kvhub.exporters.directory import PACKAGE, runtime_source
 from kvhub.exporters.plan import make_plan
 from kvhub.exporters.serving import Settings, load_deployment, load_plan
-from kvhub.exporters.trtllm import PACKAGE, RUNTIME, export_trtllm, runtime_source
+from kvhub.exporters.trtllm import RUNTIME, export_trtllm
 from kvhub.exporters.trtllm_args import REQUIRED
 from mapping import random_mapper
 from tiny import tiny_config, tiny_model
@@ -54,12 +55,12 @@ def contents(path):
     }
 
 
-def test_a_module_that_imports_more_of_kvhub_is_refused(monkeypatch):
-    monkeypatch.setattr(trtllm, "RUNTIME", tuple(n for n in RUNTIME if n != "kvhub.rope"))
-    with pytest.raises(VerificationError, match=r"paged imports kvhub_runtime\.rope"):
-        runtime_source("kvhub.exporters.paged")
+def test_a_module_that_imports_more_of_kvhub_is_refused():
+    runtime = [name for name in RUNTIME if name != "kvhub.rope"]
+    with pytest.raises(VerificationError, match=r"paged imports kvhub\.rope"):
+        runtime_source("kvhub.exporters.paged", runtime)
     with pytest.raises(VerificationError, match=r"plan imports kvhub\."):
-        runtime_source("kvhub.exporters.plan")
+        runtime_source("kvhub.exporters.plan", runtime)
 
 
 def test_equal_plans_give_equal_bytes(exported, tmp_path):
@@ -153,7 +154,7 @@ def test_nothing_stays_of_a_failed_export(tmp_path, monkeypatch, error):
     def fail(*arguments):
         raise error("stop")
 
-    monkeypatch.setattr(trtllm, "check_map", fail)
+    monkeypatch.setattr(directory, "check_map", fail)
     with pytest.raises(error):
         export_trtllm(plan_of(), tmp_path / "export")
     assert [*tmp_path.iterdir()] == []
@@ -163,8 +164,8 @@ def test_what_is_not_read_as_it_was_written_never_appears(tmp_path, monkeypatch)
     def wrong(tensors, file, metadata):
         save({**tensors, "key_bias": tensors["key_bias"] + 1}, file, metadata)
 
-    save = trtllm.save_file
-    monkeypatch.setattr(trtllm, "save_file", wrong)
+    save = directory.save_file
+    monkeypatch.setattr(directory, "save_file", wrong)
     with pytest.raises(VerificationError, match="key_bias to be read as it was written"):
         export_trtllm(plan_of(), tmp_path / "export")
     assert [*tmp_path.iterdir()] == []

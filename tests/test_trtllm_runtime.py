@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from kvhub.exporters.directory import PACKAGE, runtime_source
 from kvhub.exporters.plan import make_plan
-from kvhub.exporters.trtllm import PACKAGE, RUNTIME, export_trtllm, runtime_source
+from kvhub.exporters.trtllm import RUNTIME, export_trtllm
 from mapping import random_mapper
 from tiny import tiny_config
 
@@ -173,7 +174,7 @@ def test_it_runs_on_the_oldest_torch(oldest, exported, tmp_path):
 
 def runtime_imports(module):
     """Whole names of what a module of the runtime imports, and the nodes."""
-    for node in ast.walk(ast.parse(runtime_source(module), feature_version=(3, 10))):
+    for node in ast.walk(ast.parse(runtime_source(module, RUNTIME), feature_version=(3, 10))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
