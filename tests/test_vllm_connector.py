@@ -253,6 +253,9 @@ def test_a_failed_load_is_computed_by_the_engine(source, make, deployment, monke
     assert "saved" not in target.counters()[1]
     assert target.finish(asked)["status"] == "fallback_reprefill"
     assert states(deployment.path)[-2]["reason"] == "its states could not be loaded"
+    again = request("again", PROMPT, deployment.salt())
+    assert target.serve(again, [*blocks[:5], 17], computed=40) == (0, set())
+    assert target.finish(again)["mapped_tokens"] == 0  # computed by the engine since
     third = request("v", [8] * LENGTH)
     target.step()
     target.serve(third, [18, 19, 20, 21, 22, 23])
