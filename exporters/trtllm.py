@@ -46,10 +46,14 @@ kv_cache_config:
   host_cache_size: 0 # blocks must not move to the host; 1.3rc and newer refuse it themselves
   tokens_per_block: {tokens_per_block} # any power of two; both engines may differ
   dtype: {dtype} # {lower}_kv_dtype in settings.json, which must say the same; never auto
-{memory}"""
-MEMORY = """  # kvhub allocates once the pool is there, out of the memory that this leaves free:
+{target_only}"""
+TARGET_ONLY = """  # kvhub allocates once the pool is there, out of the memory that this leaves free:
   # about {needed:,} bytes on each rank, for the mapper and its workspace.
   free_gpu_memory_fraction: 0.8
+
+# A load that fails twice fails the requests of its iteration. With the overlap scheduler any such
+# error ends the engine, and wrong answers would be the only other way out.
+disable_overlap_scheduler: true
 """
 
 
@@ -81,5 +85,5 @@ def _yaml(plan: ExportPlan, side: str, settings: Settings) -> str:
         package=PACKAGE,
         tokens_per_block=TOKENS_PER_BLOCK,
         dtype=getattr(settings, f"{side}_kv_dtype"),
-        memory=MEMORY.format(needed=needed) if side == "target" else "",
+        target_only=TARGET_ONLY.format(needed=needed) if side == "target" else "",
     )
