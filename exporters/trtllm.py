@@ -47,7 +47,7 @@ kv_cache_config:
   tokens_per_block: {tokens_per_block} # any power of two; both engines may differ
   dtype: {dtype} # {lower}_kv_dtype in settings.json, which must say the same; never auto
 {target_only}"""
-TARGET_ONLY = """  # kvhub allocates once the pool is there, out of the memory that this leaves free:
+TARGET_ONLY = """  # kvhub allocates once the pool is there, out of the memory that this leaves:
   # about {needed:,} bytes on each rank, for the mapper and its workspace.
   free_gpu_memory_fraction: 0.8
 
