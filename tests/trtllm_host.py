@@ -15,6 +15,7 @@ a rank that raises ends the others too instead of leaving them in a collective. 
 """
 
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -160,9 +161,11 @@ class Host:
         The real loop sleeps when it has no request, so that transfers end with the next request.
         """
         for _ in range(limit):
-            transfers = drain and self.manager.in_transfer()
-            if not (self.waiting or self.active or self._previous or transfers):
-                return
+            busy = self.waiting or self.active or self._previous
+            if not busy:
+                if not (drain and self.manager.in_transfer()):
+                    return
+                time.sleep(0.001)  # threads of the connector end a transfer, not iterations
             self.step()
         raise TimeoutError(f"still busy after {limit} iterations")
 
