@@ -96,6 +96,17 @@ def test_a_models_own_states_are_saved_and_loaded(fresh):
     assert late[1][0]["miss: late"] > 0
 
 
+def require_as_said(answer, prompt):
+    """As the hand-off of as many tokens as the answer says: preemption may leave fewer to load."""
+    said = answer["params"]["kvhub"]
+    assert (said["status"] == "applied") == (said["mapped_tokens"] > 0)
+    assert said["exact_tokens"] == 0
+    wanted = own("large", prompt, 48)
+    if said["mapped_tokens"]:
+        wanted = handed_off("large", prompt, said["mapped_tokens"], 48)
+    require_equal(answer["tokens"], wanted, "large", prompt)
+
+
 def test_chunked_prefill_preemption_and_failed_loads(fresh):
     """A small pool and small steps: requests lose their blocks, and come again."""
     source, target = fresh["large"], fresh["large"]
@@ -109,7 +120,6 @@ def test_chunked_prefill_preemption_and_failed_loads(fresh):
         options=small,
     )
     asked = [{"tokens": prompt, "salt": target.salt, "count": 48} for prompt in prompts]
-    expected = [handed_off("large", prompt, 192, 48) for prompt in prompts]
     answers = offline(
         "large",
         [asked],
@@ -119,8 +129,8 @@ def test_chunked_prefill_preemption_and_failed_loads(fresh):
         options={**small, "num_gpu_blocks_override": 23},
         counters=True,
     )
-    for prompt, answer, wanted in zip(prompts, answers[0], expected, strict=True):
-        require_equal(answer["tokens"], wanted, "large", prompt)
+    for prompt, answer in zip(prompts, answers[0], strict=True):
+        require_as_said(answer, prompt)
     assert answers[1][0]["preempted"] > 0
     faulty = {**target.transfer(), "kv_connector_module_path": "faulty"}
     path = f"{target.path}:{Path(__file__).parent}"
@@ -129,7 +139,6 @@ def test_chunked_prefill_preemption_and_failed_loads(fresh):
     )
     states = [answer["params"]["kvhub"]["status"] for answer in answers[0]]
     assert {*states} == {"applied", "fallback_reprefill"}
-    for prompt, answer, wanted, state in zip(prompts, answers[0], expected, states, strict=True):
-        wanted = wanted if state == "applied" else own("large", prompt, 48)
-        require_equal(answer["tokens"], wanted, "large", prompt)
+    for prompt, answer in zip(prompts, answers[0], strict=True):
+        require_as_said(answer, prompt)
     assert target.status()[-1]["reason"] in ("", "its states could not be loaded")
