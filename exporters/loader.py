@@ -71,7 +71,7 @@ class Loader:
             self.source_factors = _as_factors(settings.source_kv_scales, self.scratch)
         if pool.dtype == FLOAT8:
             self.target_factors = _as_factors(settings.target_kv_scales, self.beside)
-        self.kernels = _kernels(self.plan, settings.workspace_bytes)
+        self.kernels = _kernels(self.plan, settings.workspace_bytes, status)
         self._warm_up(whole)
 
     def load(self, load: Load) -> Exception | None:
@@ -83,7 +83,7 @@ class Loader:
         for kernels in (self.kernels, None):
             try:
                 self._load(load, kernels)
-            except Exception as error:
+            except Exception as error:  # raised, it could end the engine; `Transfer.check` tells
                 self.status.failure("load", error)
                 last = error
             else:
@@ -173,13 +173,14 @@ class Loader:
         states[: len(blocks)] = before
 
 
-def _kernels(plan: MapPlan, workspace_bytes: int) -> TritonMap | None:
-    """The Triton kernels where they run, else None: then plain torch maps."""
+def _kernels(plan: MapPlan, workspace_bytes: int, status: Status) -> TritonMap | None:
+    """The Triton kernels where they run, else None: then plain torch maps, more slowly."""
     if not plan.key_weight.is_cuda:
         return None
     try:
         return TritonMap(plan, workspace_bytes=workspace_bytes)
-    except UsageError:
+    except UsageError as error:
+        status.failure("kernels", error)
         return None
 
 

@@ -2,12 +2,14 @@
 
 import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from deployments import deploy
 from kvhub.exporters.chain import chunk_keys, shard_key
 from kvhub.exporters.entry import decode, encode
+from kvhub.exporters.loader import _kernels
 from kvhub.exporters.paged import PagedCache, map_paged
 from kvhub.exporters.plan import make_plan
 from kvhub.exporters.planner import Load, Orders, Piece, Save
@@ -345,3 +347,11 @@ def test_a_source_does_not_load(rank):
     wrong = PagedPool(random_pool(torch.float32, 4, 2, 16), (0, 2), one.chunk)
     with pytest.raises(IncompatiblePairError):
         Transfer(one.deployment, one.store, one.status, maps=False, pool=wrong, rank=0)
+
+
+def test_a_gpu_without_the_kernels_is_noted():
+    """They do not take float32; the map is then as right and slower, which somebody must see."""
+    status = Status()
+    plan = SimpleNamespace(key_weight=SimpleNamespace(is_cuda=True), dtype=torch.float32)
+    assert _kernels(plan, 2**20, status) is None
+    assert status.counters["error: kernels"] == 1
