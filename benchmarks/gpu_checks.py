@@ -28,7 +28,8 @@ from gpu_pools import (
     source_cache,
 )
 from kvhub.exporters.map_plan import MapPlan
-from kvhub.exporters.paged import PagedCache, map_paged
+from kvhub.exporters.paged import map_paged
+from kvhub.exporters.paged_cache import PagedCache
 from torch import Tensor
 
 from kvhub import ModelSpec, console

@@ -8,7 +8,8 @@ import torch
 from gpu_pools import Sizes, filled_cache, first_tokens, random_plan, source_cache
 from gpu_timing import Budget, KernelTimes, Row, Timer, Times, row
 from kvhub.exporters.map_plan import MapPlan
-from kvhub.exporters.paged import PagedCache, map_paged
+from kvhub.exporters.paged import map_paged
+from kvhub.exporters.paged_cache import PagedCache
 from torch import Tensor
 
 from kvhub import ModelSpec

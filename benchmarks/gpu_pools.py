@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from common import QWEN3, mapper_config
 from kvhub.exporters.map_plan import MapPlan
-from kvhub.exporters.paged import PagedCache
+from kvhub.exporters.paged_cache import PagedCache
 from kvhub.exporters.plan import make_plan
 from torch import Tensor
 

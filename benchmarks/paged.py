@@ -6,7 +6,8 @@ from functools import partial
 import torch
 from common import Result, compare, qwen3_pair, smollm2_pair
 from kvhub.exporters.map_plan import MapPlan
-from kvhub.exporters.paged import PagedCache, map_paged
+from kvhub.exporters.paged import map_paged
+from kvhub.exporters.paged_cache import PagedCache
 from kvhub.exporters.plan import make_plan
 from speed import bare_products, random_mapper
 

@@ -12,7 +12,8 @@ from common import Result, compare, smollm2_pair
 from deployments import deploy
 from kvhub.exporters.chain import chunk_keys, shard_key
 from kvhub.exporters.entry import encode
-from kvhub.exporters.paged import PagedCache, map_paged
+from kvhub.exporters.paged import map_paged
+from kvhub.exporters.paged_cache import PagedCache
 from kvhub.exporters.planner import Arrival, Orders, Planner
 from kvhub.exporters.pool import PagedPool
 from kvhub.exporters.staging import Stage

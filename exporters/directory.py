@@ -60,9 +60,9 @@ PACKAGE = "kvhub_runtime"
 # safetensors, Triton and each other.
 CORE = ("kvhub.errors", "kvhub.products", "kvhub.rope")
 SHARED = (
-    *("chain", "entry", "loader", "map_plan", "paged", "planner", "pool", "saver", "selftest"),
-    *("selftest_map", "selftest_model", "serving", "staging", "status", "store", "store_files"),
-    *("store_mooncake", "transfer", "triton_kernels", "triton_map"),
+    *("chain", "entry", "loader", "map_plan", "paged", "paged_cache", "planner", "pool", "saver"),
+    *("selftest", "selftest_map", "selftest_model", "serving", "staging", "status", "store"),
+    *("store_files", "store_mooncake", "transfer", "triton_kernels", "triton_map"),
 )
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 EXPORTABLE = (torch.bfloat16, torch.float16, torch.float32)

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from kvhub.exporters.map_plan import MapPlan
-from kvhub.exporters.paged import PagedCache, map_paged
+from kvhub.exporters.paged import map_paged
+from kvhub.exporters.paged_cache import PagedCache
 from kvhub.exporters.planner import Load, Piece
 from kvhub.exporters.pool import FLOAT8, Pool, as_bytes
 from kvhub.exporters.serving import DTYPES, Deployment, load_plan

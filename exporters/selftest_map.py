@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import torch
 from kvhub.exporters.map_plan import MapPlan, RopeTable
-from kvhub.exporters.paged import PagedCache, map_paged
+from kvhub.exporters.paged import map_paged
+from kvhub.exporters.paged_cache import PagedCache
 from kvhub.exporters.serving import DTYPES, Settings
 from kvhub.exporters.triton_map import TritonMap
 from torch import Tensor

@@ -4,7 +4,7 @@ from itertools import chain
 
 import torch
 from kvhub.exporters.map_plan import MapPlan, RopeTable
-from kvhub.exporters.paged import PagedCache, check_caches, require_finite
+from kvhub.exporters.paged_cache import PagedCache, check_caches, require_finite
 from torch import Tensor
 
 from kvhub.errors import UsageError, VerificationError

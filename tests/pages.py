@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from kvhub.exporters.paged import PagedCache
+from kvhub.exporters.paged_cache import PagedCache
 from mapping import random_mapper
 from tiny import tiny_config
 

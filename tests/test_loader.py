@@ -10,7 +10,8 @@ from deployments import deploy
 from kvhub.exporters.chain import chunk_keys, shard_key
 from kvhub.exporters.entry import decode, encode
 from kvhub.exporters.loader import _kernels
-from kvhub.exporters.paged import PagedCache, map_paged
+from kvhub.exporters.paged import map_paged
+from kvhub.exporters.paged_cache import PagedCache
 from kvhub.exporters.plan import make_plan
 from kvhub.exporters.planner import Load, Orders, Piece, Save
 from kvhub.exporters.pool import FLOAT8, PagedPool

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kvhub.exporters.paged import PagedCache, map_paged, tokens_at_once
+from kvhub.exporters.paged import map_paged, tokens_at_once
+from kvhub.exporters.paged_cache import PagedCache
 from kvhub.exporters.plan import make_plan
 from pages import (
     BAD,
