@@ -1,17 +1,20 @@
 """Time to first token at the target's vLLM server: its own prefill against a mapped cache.
 
-python benchmarks/vllm_ttft.py [--lengths 256,512,1024,1984] [--repeats 5] [--mapper DIR]
+kvhub fit smollm2
+python benchmarks/vllm_ttft.py [--mapper smollm2] [--lengths 128,256,512,1024,1536] [--repeats 7]
     [--plot FILE] [--json FILE]
 
 Needs KVHUB_VLLM_PYTHON (`make test-vllm` makes .venv-vllm/bin/python) and the models of
-examples/smollm2/make_models.py. Without a mapper, random weights of the recipe's shape stand in for
-one: they take the same time. Two real servers on this machine's CPUs, float32; every request has
-tokens of its own, so that nothing is cached by chance. A length's requests alternate: own, mapped.
+examples/smollm2/make_models.py. Two real servers on this machine's CPUs, float32, one thread each;
+every request has tokens of its own, so that nothing is cached by chance. A length's requests
+alternate: own, mapped. What the source took for its answer is not counted: it answered before the
+conversation changed models.
 """
 
 import argparse
 import json
 import os
+import platform
 import random
 import statistics
 import sys
@@ -23,14 +26,13 @@ from typing import Any
 import torch
 from kvhub.exporters import export
 
-from kvhub import KVMapper, ModelSpec
-from kvhub.recipe import load_recipe
+from kvhub import KVMapper
+from kvhub.estimates import estimate
+from kvhub.models import count_parameters
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in ("tests", "tests_vllm"):
-    sys.path.insert(0, str(ROOT / folder))
+sys.path.insert(0, str(ROOT / "tests_vllm"))
 
-from mapping import random_mapper  # noqa: E402
 from servers import Server  # noqa: E402
 
 MODELS = ROOT / "examples" / "smollm2" / "models"
@@ -40,32 +42,56 @@ STILL_SECONDS = 1.0
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", default="256,512,1024,1984", help="of prompts, in tokens")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--mapper", type=Path, help="a saved mapper of the SmolLM2 pair")
+    parser.add_argument(
+        "--mapper", default="smollm2", help="of the SmolLM2 pair: name or directory"
+    )
+    parser.add_argument("--lengths", default="128,256,512,1024,1536", help="of prompts, in tokens")
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--plot", type=Path, help="write a PNG there")
     parser.add_argument("--json", type=Path, help="write every time there")
     options = parser.parse_args()
     lengths = [int(length) for length in options.lengths.split(",")]
     if "KVHUB_VLLM_PYTHON" not in os.environ or not (MODELS / "target").is_dir():
         sys.exit(__doc__)
-    mapper = KVMapper.from_pretrained(str(options.mapper)) if options.mapper else stand_in()
+    mapper = KVMapper.from_pretrained(options.mapper)
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(mapper, Path(folder), lengths, options.repeats)
+        rows = measure(mapper, Path(folder), lengths, options.repeats)
+    found = {"machine": machine(), "mapper": described(mapper), "rows": rows}
     show(found)
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     if options.plot:
-        plot(found, options.plot)
+        plot(rows, options.plot)
     return 0
 
 
-def stand_in() -> KVMapper:
-    """A random mapper of the recipe's shape."""
-    specs = [ModelSpec.from_pretrained(str(MODELS / side)) for side in ("source", "target")]
-    recipe = load_recipe("smollm2")
-    mapper: KVMapper = random_mapper(*specs, recipe.heads, top_k=recipe.top_k)
-    return mapper
+def machine() -> dict[str, Any]:
+    """What the times depend on."""
+    names = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return {"cpu": names[0], "cores": os.cpu_count(), "platform": platform.platform()}
+
+
+def described(mapper: KVMapper) -> dict[str, Any]:
+    """Which it is, and how many operations it needs per token beside the target's layers.
+
+    By those alone, the map should be so many times as fast as the prefill of a short prompt.
+    """
+    config = mapper.config
+    parameters = count_parameters(str(MODELS / "target"))
+    costs = estimate(config.source, config.target, config.heads, config.top_k, parameters)
+    embedding = config.target.vocab_size * config.target.hidden_size
+    prefill = 2 * (parameters - embedding)
+    return {
+        "heads": config.heads,
+        "top_k": config.top_k,
+        "map_flops_per_token": costs.map_flops,
+        "prefill_flops_per_token": prefill,
+        "expected_ratio": prefill / costs.map_flops,
+    }
 
 
 def measure(mapper: KVMapper, root: Path, lengths: list[int], repeats: int) -> list[dict[str, Any]]:
@@ -116,7 +142,7 @@ def prompt(
                 source.complete(tokens, count=1)
                 wait_for(store)
             start = time.perf_counter()
-            answer = target.complete(tokens, count=1, **fields)
+            answer = target.complete(tokens, count=1, logprobs=None, **fields)
             seconds.append(time.perf_counter() - start)
             wanted = (length - 1) // CHUNK * CHUNK if fields else 0
             if answer["cached"] != wanted:
@@ -132,11 +158,17 @@ def wait_for(store: Path) -> None:
         before, found = found, sum(path.is_file() for path in store.rglob("*"))
 
 
-def show(found: list[dict[str, Any]]) -> None:
+def show(found: dict[str, Any]) -> None:
+    print(f"{found['machine']['cores']} cores of {found['machine']['cpu']}; medians (least, most)")
+    print(f"By operations alone: {found['mapper']['expected_ratio']:.1f} times as fast\n")
     print("| prompt tokens | own prefill s | mapped s | own / mapped |\n|---|---|---|---|")
-    for row in found:
-        own, mapped = (statistics.median(row[kind]) for kind in ("own", "mapped"))
-        print(f"| {row['tokens']} | {own:.2f} | {mapped:.2f} | {own / mapped:.1f} |")
+    for row in found["rows"]:
+        cells = [
+            f"{statistics.median(row[kind]):.2f} ({min(row[kind]):.2f}, {max(row[kind]):.2f})"
+            for kind in ("own", "mapped")
+        ]
+        ratio = statistics.median(row["own"]) / statistics.median(row["mapped"])
+        print(f"| {row['tokens']} | {' | '.join(cells)} | {ratio:.1f} |")
 
 
 def plot(found: list[dict[str, Any]], file: Path) -> None:
@@ -156,7 +188,7 @@ def plot(found: list[dict[str, Any]], file: Path) -> None:
         )
     axes.set_xlabel("prompt tokens")
     axes.set_ylabel("seconds to the first token")
-    axes.set_title("SmolLM2 pair in vLLM on this machine's CPUs: median, least and most")
+    axes.set_title("SmolLM2 pair in vLLM on CPUs: median, least and most")
     axes.set_ylim(bottom=0)
     axes.legend()
     file.parent.mkdir(parents=True, exist_ok=True)

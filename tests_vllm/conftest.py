@@ -1,8 +1,12 @@
-"""What serves in these tests: the embedded family in vLLM, a mapper each way, one store."""
+"""What serves in these tests: pairs of models in vLLM, the mappers between them, one store.
+
+Of the embedded family there is a mapper each way, of the SmolLM2 pair one.
+"""
 
 import functools
 import json
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -20,8 +24,14 @@ from kvhub.models import load_model, load_tokenizer
 
 HERE = Path(__file__).parent
 FAMILY = HERE.parent / "examples" / "tiny_family"
-# Models, each the target of the other's mapper.
-OTHER = {"middle": "large", "large": "middle"}
+SMOLLM2 = HERE.parent / "examples" / "smollm2" / "models"
+TINY = ("middle", "large")  # each the target of the other's mapper
+OTHER = {"middle": "large", "large": "middle", "source": "target", "target": "source"}
+# The family has no chat template of its own.
+CHAT = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,9 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("Set KVHUB_VLLM_PYTHON to a Python with vLLM, or: make test-vllm")
 
 
+def folder(name):
+    return (FAMILY if name in TINY else SMOLLM2) / name
+
+
 @functools.cache
 def model(name):
-    loaded = load_model(str(FAMILY / name))
+    loaded = load_model(str(folder(name)))
     loaded.generation_config.eos_token_id = None
     return loaded
 
@@ -42,12 +56,14 @@ def model(name):
 def mapper_to(name):
     """Fitted on a few sequences: it need not be good, only not trivial."""
     source, target = model(OTHER[name]), model(name)
-    batches = token_batches(load_tokenizer(str(FAMILY / name)), "stdlib", sequences=30, length=256)
-    statistics = calibrate(source, target, batches)
+    heads, data, sequences = ("all", "stdlib", 30) if name in TINY else ("matched", "english", 6)
+    tokenizer = load_tokenizer(str(folder(name)))
+    batches = token_batches(tokenizer, data, sequences=sequences, length=256)
+    statistics = calibrate(source, target, batches, heads=heads, held_out_every=3)
     fitted = fit(statistics, select_layers(statistics, top_k=2), ridge_lambda=1e-3)
     specs = {
-        "source": ModelSpec.from_pretrained(str(FAMILY / OTHER[name])),
-        "target": ModelSpec.from_pretrained(str(FAMILY / name)),
+        "source": ModelSpec.from_pretrained(str(folder(OTHER[name]))),
+        "target": ModelSpec.from_pretrained(str(folder(name))),
     }
     return KVMapper(replace(fitted.config, **specs), fitted.tensors())
 
@@ -103,26 +119,41 @@ def root(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def deployed(root) -> dict[str, Deployed]:
-    return {name: Deployed(name, root) for name in OTHER}
+    return {name: Deployed(name, root) for name in TINY}
 
 
-@pytest.fixture(scope="session")
-def servers(deployed, root) -> Iterator[dict[str, Server]]:
-    """Both models, started at once; each is the target of one mapper, the source of the other."""
+@pytest.fixture(scope="module")
+def servers(deployed, tmp_path_factory) -> Iterator[dict[str, Server]]:
+    """The family's two models, each the target of one mapper, the source of the other."""
+    logs = tmp_path_factory.mktemp("logs")
     started = {
-        name: Server(FAMILY / name, found.path, found.transfer(), root / f"{name}.log")
+        name: Server(
+            *(folder(name), found.path, found.transfer(), logs / f"{name}.log"),
+            *("--chat-template", CHAT),
+        )
         for name, found in deployed.items()
     }
+    yield from serving(started)
+
+
+def serving(started: dict[str, Server]) -> Iterator[dict[str, Server]]:
+    """Servers that were started at once, until their tests are over.
+
+    Whatever these did to them, it must have been contained.
+    """
     try:
         yield {name: server.ready() for name, server in started.items()}
     finally:
         for server in started.values():
             server.kill()
+    for server in started.values():
+        text = server.log.read_text()
+        assert not re.search(r"Traceback|EngineDeadError|AssertionError", text), text[-4000:]
 
 
 def offline(model_name: str, batches: list, found: "Deployed | None" = None, **more) -> list:
     """Serve batches of requests in an engine of their own; `more` goes to offline.py."""
-    given = {"model": str(FAMILY / model_name), "batches": batches, **more}
+    given = {"model": str(folder(model_name)), "batches": batches, **more}
     with tempfile.TemporaryFile("w+") as log:
         done = subprocess.run(
             [python(), str(HERE / "offline.py")],

@@ -11,13 +11,15 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 400
+START_SECONDS = 900
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    # The first request for log probabilities would wait for a C++ compiler, if there is one.
+    "TORCHDYNAMO_DISABLE": "1",
 }
 
 
@@ -84,32 +86,45 @@ class Server:
         raise RuntimeError(f"No server came up:\n{self.log.read_text()[-4000:]}")
 
     def complete(self, tokens: list[int], count: int = 16, **fields: Any) -> dict[str, Any]:
-        """Greedy tokens behind a prompt of tokens, how many were cached, and what kvhub says."""
+        """Greedy tokens behind a prompt of tokens: see `_greedy`."""
+        return self._greedy("/v1/completions", count, prompt=tokens, **{"logprobs": 2, **fields})
+
+    def chat(
+        self, messages: list[dict[str, str]], count: int = 16, **fields: Any
+    ) -> dict[str, Any]:
+        """The same behind the messages of a chat."""
+        asked = {"messages": messages, "logprobs": True, "top_logprobs": 2, **fields}
+        return self._greedy("/v1/chat/completions", count, **asked)
+
+    def _greedy(self, path: str, count: int, **fields: Any) -> dict[str, Any]:
+        """What is answered.
+
+        Returns
+        -------
+        answer
+            `prompt` and `tokens`, as ids; `text`; the two best tokens of each and their log
+            probabilities, as `best`; how many of the prompt were `cached`; what `kvhub` says.
+        """
         answer = self._post(
-            "/v1/completions",
-            prompt=tokens,
+            path,
             max_tokens=count,
             temperature=0.0,
             ignore_eos=True,
             return_token_ids=True,
+            return_tokens_as_token_ids=True,
             **fields,
         )
+        (choice,) = answer["choices"]
         details = answer["usage"].get("prompt_tokens_details") or {}
+        message = choice.get("message")
         return {
-            "tokens": answer["choices"][0]["token_ids"],
+            "prompt": answer["prompt_token_ids"] if message else choice["prompt_token_ids"],
+            "tokens": choice["token_ids"],
+            "text": message["content"] if message else choice["text"],
+            "best": _best(choice["logprobs"] or {}),
             "cached": details.get("cached_tokens") or 0,
             "kvhub": (answer.get("kv_transfer_params") or {}).get("kvhub"),
         }
-
-    def chat(self, messages: list[dict[str, str]], count: int, **fields: Any) -> dict[str, Any]:
-        """A chat's answer, as it is."""
-        return self._post(
-            *("/v1/chat/completions",),
-            messages=messages,
-            max_tokens=count,
-            temperature=0.0,
-            **fields,
-        )
 
     def kill(self) -> None:
         """End it and its children at once, as a crash does."""
@@ -127,6 +142,19 @@ class Server:
             json.dumps({"model": self.model, **body}).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(request, timeout=300) as response:
             answer: dict[str, Any] = json.load(response)
         return answer
+
+
+def _best(logprobs: dict[str, Any]) -> list[dict[int, float]]:
+    """By token, per position, the best first: of a completion or of a chat."""
+    found = logprobs.get("top_logprobs") or [
+        {entry["token"]: entry["logprob"] for entry in position["top_logprobs"]}
+        for position in logprobs.get("content") or []
+    ]
+    rows = []
+    for position in found:
+        ranked = sorted(position.items(), key=lambda item: -item[1])
+        rows.append({int(name.removeprefix("token_id:")): value for name, value in ranked})
+    return rows
