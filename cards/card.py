@@ -4,6 +4,7 @@ Only what people wrote into an earlier card is taken from it, see `own_text`.
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -176,6 +177,7 @@ def _quality(
         table(header, rows),
         table(("figure", "value"), figures),
         "Brackets are 95 % bootstrap intervals over sequences.",
+        _gate(report.get("gate")),
         "\n".join(f"- {text(note)}" for note in report["notes"]),
         "\n".join(
             f"![{text(plot.removesuffix('.png').replace('_', ' '))}](plots/{quote(plot)})"
@@ -183,6 +185,28 @@ def _quality(
         ),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _gate(gate: dict[str, Any] | None) -> str:
+    if gate is None:
+        return ""
+    rows = [
+        [
+            text(criterion["name"].replace("_", " ")),
+            f"{criterion['bound']:.3f}",
+            f"{'at most' if criterion['upper'] else 'at least'} {criterion['threshold']:g}",
+            "yes" if criterion["passed"] else "**no**",
+            text(criterion["reason"]),
+        ]
+        for criterion in gate["criteria"]
+    ]
+    verdict = "met" if gate["passed"] else "**not met**: let the target read its prompts itself"
+    return "\n\n".join(
+        [
+            f"Quality gate: {verdict}. Of an interval, the worse end counts.",
+            table(("", "counts", "threshold", "met", "why"), rows),
+        ]
+    )
 
 
 def _evaluated_on(about: dict[str, Any]) -> str:
@@ -211,15 +235,34 @@ def _estimate(estimate: dict[str, float] | None) -> str:
 
 def _calibration(calibration: dict[str, Any]) -> str:
     rows = []
-    for key, value in calibration.items():
+    for key, value in _flat(calibration):
         dataset = dataset_id(calibration) if key == "data" else None
         shown = link(value, f"{HUB}/datasets/{dataset}") if dataset else text(value)
         rows.append((text(key.replace("_", " ")), shown))
     return table(("", ""), rows) if rows else "Not recorded."
 
 
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys and values, those of a dictionary inside, such as a refit, behind its own key."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key} ")
+        else:
+            yield f"{prefix}{key}", f"{value:.4g}" if isinstance(value, float) else value
+
+
 def _fit(config: dict[str, Any]) -> str:
     ridge = config["ridge"]
+    aligned = ""
+    if alignment := ridge.get("alignment"):
+        aligned = (
+            " Then fitted again to the target's attention output, with penalties chosen on "
+            f"held-out sequences of {', '.join(f'{one:g}' for one in alignment['lambdas'])}."
+        )
+    networks = ""
+    if repair := config.get("repair"):
+        layers = ", ".join(f"{kind} of target layers {repair[kind]}" for kind in ("keys", "values"))
+        networks = f" Networks of width {repair['hidden']} add to the linear map: {layers}."
     heads = (
         "A target head reads every KV head of its source layers."
         if config["heads"] == "all"
@@ -230,6 +273,7 @@ def _fit(config: dict[str, Any]) -> str:
         f"source layers, by ridge regression with lambda {ridge['lambda']:g} "
         f"({text(ridge['scale'])}) on {ridge['tokens']} tokens with {ridge['features']} features; "
         f"weighting: {text(config['weighting'])}; stored as {text(config['dtype'])}."
+        f"{aligned}{networks}"
     )
 
 

@@ -25,6 +25,7 @@ print(tokenizer.decode(output_ids[0]))"""
 # `kvhub fit` holds out every tenth sequence and has no option for it.
 HELD_OUT_EVERY = 10
 DTYPES = ("float32", "bfloat16", "float16")
+REPAIR = ("sequences", "size_budget", "hidden")
 
 
 def shown_model(spec: dict[str, Any]) -> str:
@@ -53,11 +54,13 @@ def load_snippet(config: dict[str, Any], name: str, repo_id: str | None, tag: st
 
 
 def fit_command(config: dict[str, Any], name: str) -> str | None:
-    """The `kvhub fit` that makes a mapper of this config; None if none does.
+    """The `kvhub fit` that makes a mapper of this config, and `kvhub repair`; None if none does.
 
     Nothing is left to a default, which another version of kvhub may have changed.
     """
     calibration, ridge = config["calibration"], config["ridge"]
+    if "refit" in calibration:
+        return None if "repair" in config else _refit_command(calibration["refit"], name)
     counts = ("sequences", "length", "stride")
     if (
         not isinstance(calibration.get("data"), str)
@@ -66,10 +69,12 @@ def fit_command(config: dict[str, Any], name: str) -> str | None:
         or config["dtype"] not in DTYPES
     ):
         return None
+    repaired = "repair" in config
+    linear = f"{name}-linear" if repaired else name
     options = {
         "source": shown_model(config["source"]),
         "target": shown_model(config["target"]),
-        "name": name,
+        "name": linear,
         "data": _data(calibration),
         **{key: calibration[key] for key in counts},
         "top-k": config["top_k"],
@@ -80,7 +85,28 @@ def fit_command(config: dict[str, Any], name: str) -> str | None:
         "selection": config["selection_method"],
         "dtype": config["dtype"],
     }
-    return _command("kvhub fit", options)
+    flag = "--align" if "alignment" in ridge else "--no-align"
+    commands = [f"{_command('kvhub fit', options)} {flag}"]
+    if repaired:
+        about = config["quality"].get("repair", {})
+        options = {"name": name, "dtype": config["dtype"]}
+        options |= {key.replace("_", "-"): about[key] for key in REPAIR if key in about}
+        if isinstance(about.get("data"), str):
+            options["data"] = _data(about)
+        commands.append(_command(f"kvhub repair {shlex.quote(plain(linear))}", options))
+    return "\n".join(commands)
+
+
+def _refit_command(record: dict[str, Any], name: str) -> str | None:
+    if "mapper" not in record:
+        return None
+    options = {
+        "name": name,
+        "data": _data(record),
+        **{key: record[key] for key in ("sequences", "length", "stride", "strength")},
+        **({"statistics": "FILE"} if record["method"] == "statistics" else {}),
+    }
+    return _command(f"kvhub refit {shlex.quote(plain(record['mapper']))}", options)
 
 
 def evaluate_command(config: dict[str, Any], report: dict[str, Any], name: str) -> str | None:

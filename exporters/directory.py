@@ -58,7 +58,7 @@ __all__ = [
 PACKAGE = "kvhub_runtime"
 # What every engine loads, and all that those modules import: the standard library, torch, numpy,
 # safetensors, Triton and each other.
-CORE = ("kvhub.errors", "kvhub.products", "kvhub.rope")
+CORE = ("kvhub.errors", "kvhub.networks", "kvhub.products", "kvhub.rope")
 SHARED = (
     *("chain", "entry", "loader", "map_plan", "paged", "paged_cache", "planner", "pool", "saver"),
     *("selftest", "selftest_map", "selftest_model", "serving", "staging", "status", "store"),
@@ -156,7 +156,8 @@ def write_directory(plan: ExportPlan, path: Path, engine: Engine) -> Path:
     with new_directory(path) as directory:
         _write_runtime(directory / PACKAGE, engine.runtime)
         save_file(
-            {name: getattr(plan, name).cpu() for name in TENSORS},
+            {name: getattr(plan, name).cpu() for name in TENSORS}
+            | {name: tensor.cpu() for name, tensor in plan.repair.items()},
             directory / WEIGHTS,
             metadata={"format": "pt"},
         )
@@ -288,6 +289,8 @@ def _facts(plan: ExportPlan, sides: dict[str, Any], weights: Path) -> dict[str, 
         "weights_sha256": digest.hexdigest(),
         **sides,
     }
+    if plan.repaired:
+        facts["repaired"] = {kind: list(layers) for kind, layers in plan.repaired.items()}
     return {**facts, "digest": mapper_digest(facts)}
 
 
@@ -299,7 +302,7 @@ def _readme(plan: ExportPlan, facts: dict[str, Any], settings: Settings, templat
         "top_k": plan.top_k,
         "dtype": facts["dtype"],
         "size": f"{plan.size_bytes:,}",
-        "kernels": "yes" if plan.dtype in HALF.values() else "no, only plain torch: float32",
+        "kernels": _kernels(plan),
         "source_kv_dtype": settings.source_kv_dtype,
         "target_kv_dtype": settings.target_kv_dtype,
     }
@@ -312,12 +315,20 @@ def _readme(plan: ExportPlan, facts: dict[str, Any], settings: Settings, templat
     return re.sub(r"@(\w+)@", lambda found: str(values[found[1]]), text)
 
 
+def _kernels(plan: ExportPlan) -> str:
+    if plan.repair:
+        return "no, only plain torch: the mapper has networks beside its linear map"
+    return "yes" if plan.dtype in HALF.values() else "no, only plain torch: float32"
+
+
 def _require_equal(plan: ExportPlan, deployment: Deployment) -> None:
     """What was written is read back as it was."""
     found = load_plan(deployment, plan.device, 0)
     for item in fields(found):
         wanted, read = getattr(plan, item.name), getattr(found, item.name)
         pairs = [(wanted, read)]
+        if item.name == "repair":
+            pairs = [(sorted(wanted), sorted(read)), *((wanted[name], read[name]) for name in read)]
         if isinstance(wanted, RopeTable):
             pairs = [(getattr(wanted, of), getattr(read, of)) for of in vars(wanted)]
         for first, second in pairs:

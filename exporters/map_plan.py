@@ -1,9 +1,13 @@
 """What mapping needs of a mapper: plain tensors and numbers."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from kvhub.errors import VerificationError
+from kvhub.networks import network_of
 
 __all__ = ["MapPlan", "RopeTable"]
 
@@ -56,6 +60,11 @@ class MapPlan:
         `[target_layers, groups, outputs]`.
     source_rope, target_rope
         To strip the source's rotation before the product, and to apply the target's after it.
+    repaired
+        By kind, `key` and `value`: the target layers that have a network; empty without any.
+    repair
+        The networks' tensors by name, `[repaired layers, groups, ...]`, in the weights' dtype: see
+        `kvhub.networks`.
     """
 
     heads: str
@@ -74,6 +83,22 @@ class MapPlan:
     value_bias: Tensor
     source_rope: RopeTable
     target_rope: RopeTable
+    repaired: Mapping[str, tuple[int, ...]] = field(default_factory=dict, kw_only=True)
+    repair: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
+
+    def __post_init__(self) -> None:
+        # Networks that nobody names would not be used, and the map be another one.
+        found = {name.partition("_")[0]: len(tensor) for name, tensor in self.repair.items()}
+        expected = {kind: len(layers) for kind, layers in self.repaired.items() if layers}
+        if found != expected:
+            raise VerificationError(
+                f"Expected networks of layers {dict(self.repaired)}, found so many: {found}.",
+                "Export the mapper again.",
+            )
+
+    def network(self, kind: str, layer: int) -> list[Tensor] | None:
+        """What is added to a target layer's product, if anything is."""
+        return network_of(self.repair, kind, self.repaired.get(kind, ()), layer)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,8 +122,16 @@ class MapPlan:
 
     @property
     def parameters(self) -> int:
-        """Numbers in weights and biases."""
-        return 2 * self.target_layers * self.groups * (self.features + 1) * self.outputs
+        """Numbers in weights and biases, those of the networks included."""
+        linear = 2 * self.target_layers * self.groups * (self.features + 1) * self.outputs
+        return linear + sum(tensor.numel() for tensor in self.repair.values())
+
+    @property
+    def hidden(self) -> int:
+        """Width of the networks' hidden layers; 0 without any."""
+        return max(
+            (t.shape[-1] for name, t in self.repair.items() if name.endswith("_mid")), default=0
+        )
 
     @property
     def size_bytes(self) -> int:
@@ -108,7 +141,9 @@ class MapPlan:
     @property
     def flops_per_token(self) -> int:
         """Of the matrix products, a multiplication and an addition counting as two."""
-        return 4 * self.target_layers * self.groups * self.features * self.outputs
+        linear = 4 * self.target_layers * self.groups * self.features * self.outputs
+        weights = (tensor for tensor in self.repair.values() if tensor.dim() == 4)
+        return linear + sum(2 * weight.numel() for weight in weights)
 
     def bytes_per_token(self, source: torch.dtype, target: torch.dtype) -> int:
         """What mapping a token has to move at least: its source cells read, its target's written.

@@ -49,7 +49,7 @@ def self_test(path: Path, plan: ExportPlan) -> None:
     tensors = {
         name: getattr(plan, name).cpu()
         for name in ("key_weight", "key_bias", "value_weight", "value_bias")
-    }
+    } | {name: tensor.cpu() for name, tensor in plan.repair.items()}
     selection = tuple(map(tuple, plan.gather.tolist()))
     mapper = KVMapper(replace(plan.config, selection=selection), tensors)
     generator = torch.Generator().manual_seed(0)

@@ -308,10 +308,15 @@ def _add_targets(
         )
         if together:
             states = graph.reshape(states, [0, 0, plan.features])
-            weight, bias = weight[0], bias[0, 0]
-        weight_name = graph.tensor(f"{kind}_weight_{layer}", weight, large=True)
-        states = graph.cast(graph.op("MatMul", states, weight_name), plan.dtype, torch.float32)
-        states = graph.op("Add", states, graph.tensor(f"{kind}_bias_{layer}", bias))
+        read = states
+        states = _linear(
+            graph, plan, read, (f"{kind}_weight_{layer}", weight), (f"{kind}_bias_{layer}", bias)
+        )
+        network = plan.network(kind, layer)
+        if network is not None:
+            states = graph.op(
+                "Add", states, _network(graph, plan, read, f"{kind}_repair_{layer}", network)
+            )
         if together:
             states = graph.reshape(states, [0, 0, plan.target_kv_heads, plan.target_head_dim])
             states = graph.op("Transpose", states, perm=[0, 2, 1, 3])
@@ -320,6 +325,35 @@ def _add_targets(
         states = graph.cast(states, torch.float32, plan.dtype)
         results.append(graph.op("Unsqueeze", states, graph.integers([0])))
     graph.op("Concat", *results, axis=0, name=f"target_{kind}s")
+
+
+def _linear(
+    graph: Graph,
+    plan: ExportPlan,
+    states: str,
+    weight: tuple[str, Tensor],
+    bias: tuple[str, Tensor],
+) -> str:
+    """X W + b in float32, of `[groups, inputs, width]` and `[groups, 1, width]` by their names."""
+    (weight_name, weights), (bias_name, biases) = weight, bias
+    if plan.heads == "all":
+        weights, biases = weights[0], biases[0, 0]
+    weight_name = graph.tensor(weight_name, weights, large=True)
+    states = graph.cast(graph.op("MatMul", states, weight_name), plan.dtype, torch.float32)
+    return graph.op("Add", states, graph.tensor(bias_name, biases))
+
+
+def _network(
+    graph: Graph, plan: ExportPlan, states: str, name: str, network: Sequence[Tensor]
+) -> str:
+    """relu(relu(X W1 + b1) W2 + b2) W3 + b3 in float32."""
+    for number in range(3):
+        weight, bias = network[2 * number], network[2 * number + 1].float()[:, None]
+        if number:
+            states = graph.cast(graph.op("Relu", states), torch.float32, plan.dtype)
+        named = (f"{name}_weight_{number}", weight), (f"{name}_bias_{number}", bias)
+        states = _linear(graph, plan, states, *named)
+    return states
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -13,6 +13,7 @@ from kvhub.exporters.paged_cache import (
 from torch import Tensor
 
 from kvhub.errors import UsageError
+from kvhub.networks import add_network
 from kvhub.products import CPU_ROWS, WORKSPACE_BYTES, multiply
 from kvhub.rope import Rotation
 
@@ -86,6 +87,7 @@ def _map_span(
     shape = (plan.groups, tokens, plan.outputs)
     results = torch.empty(at_once, *shape, dtype=dtype, device=plan.device)
     heads, sums = plan.target_kv_heads // plan.groups, []
+    gather = plan.device.type == "cuda"
     for kind, weights, biases in (
         (KEYS, plan.key_weight, plan.key_bias),
         (VALUES, plan.value_weight, plan.value_bias),
@@ -99,13 +101,13 @@ def _map_span(
             part.copy_(states.flatten(3))
         for layers in layer_parts(range(plan.target_layers), at_once):
             for layer, result in zip(layers, results, strict=False):
-                multiply(
-                    [features[used.index(index)] for index in chosen[layer]],
-                    weights[layer].to(dtype),
-                    biases[layer][:, None].to(dtype),
-                    gather=plan.device.type == "cuda",
-                    out=result,
-                )
+                read = [features[used.index(index)] for index in chosen[layer]]
+                weight, bias = weights[layer].to(dtype), biases[layer][:, None].to(dtype)
+                multiply(read, weight, bias, gather=gather, out=result)
+                del weight, bias  # before those of a network are converted
+                network = plan.network("key" if kind == KEYS else "value", layer)
+                if network is not None:
+                    add_network(result, read, network, gather=gather)
             states = results[: len(layers)].view(-1, *shape[:2], heads, plan.target_head_dim)
             if kind == KEYS:
                 states = apply(states.transpose(2, 3)).transpose(2, 3)
@@ -155,6 +157,7 @@ def _work_bytes(plan: MapPlan) -> tuple[int, int, int]:
     target = plan.target_kv_heads * plan.target_head_dim
     used = len({*plan.gather.flatten().tolist()})
     gathered = (used + plan.top_k * (plan.device.type == "cuda")) * size * source
+    gathered += 2 * plan.groups * plan.hidden * size  # both hidden layers of a network
     tables = 5 * wide * (plan.source_rope.rotary_dim + plan.target_rope.rotary_dim) // 2
     # Of each kind of work at its peak: as it lies in the pool, before and after a rotation.
     per_layer = (4 + 2 * wide) * max(source, target) + size * target + 2 * integer * heads
@@ -163,5 +166,9 @@ def _work_bytes(plan: MapPlan) -> tuple[int, int, int]:
 
 
 def _weight_bytes(plan: MapPlan) -> int:
-    """One layer's weights and bias of one kind, in the products' dtype."""
-    return plan.groups * (plan.features + 1) * plan.outputs * _arithmetic(plan)[0].itemsize
+    """The largest weights that a product takes with their bias, in the products' dtype."""
+    hidden, features, outputs = plan.hidden, plan.features, plan.outputs
+    pairs = [(features, outputs), (features, hidden), (hidden, hidden), (hidden, outputs)]
+    size = _arithmetic(plan)[0].itemsize
+    largest: int = plan.groups * max((inputs + 1) * width for inputs, width in pairs) * size
+    return largest

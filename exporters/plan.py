@@ -13,6 +13,8 @@ from kvhub.spec import ModelSpec
 
 __all__ = ["ExportPlan", "make_plan"]
 
+KINDS = ("key", "value")
+LINEAR = ("key_weight", "value_weight", "key_bias", "value_bias")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -56,6 +58,8 @@ def make_plan(mapper: KVMapper, *, dtype: torch.dtype | None = None) -> ExportPl
         _require_finite(name, tensor, copied)
         tensors[name] = copied
     device = mapper.key_weight.device
+    linear = {name: tensors.pop(name) for name in LINEAR}
+    repair = config.repair
     return ExportPlan(
         config=config,
         heads=config.heads,
@@ -70,7 +74,9 @@ def make_plan(mapper: KVMapper, *, dtype: torch.dtype | None = None) -> ExportPl
         gather=torch.tensor(config.selection, dtype=torch.int32, device=device),
         source_rope=_rope_table(source, device),
         target_rope=_rope_table(target, device),
-        **tensors,
+        repaired={} if repair is None else {kind: repair.layers(kind) for kind in KINDS},
+        repair=tensors,
+        **linear,
     )
 
 

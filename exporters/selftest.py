@@ -109,6 +109,11 @@ def check_weights(deployment: Deployment) -> str:
                 f"{'all' if finite else 'not all'} finite.",
                 "Export the mapper again.",
             )
+    for name, tensor in plan.repair.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise VerificationError(
+                f"Expected {name} to be finite numbers, found others.", "Export the mapper again."
+            )
     dtype = str(plan.dtype).removeprefix("torch.")
     return f"{plan.parameters:,} numbers, {dtype}, digest {deployment.digest}"
 

@@ -84,7 +84,7 @@ def check_map(plan: MapPlan, settings: Settings, mapping: Mapping) -> str:
         [start + torch.arange(length) for start, length in zip(starts, lengths, strict=True)]
     ).to(plan.device)
     # Sums of many products are rounded at every step, which shows in float32 only.
-    summed = plan.features**0.5 * torch.finfo(torch.float32).eps
+    summed = max(plan.features, plan.hidden) ** 0.5 * torch.finfo(torch.float32).eps
     resolution = max(summed, *(torch.finfo(dtype).eps for dtype in (plan.dtype, target_dtype)))
     worst = _compare(plan, states.double(), positions, target.read(), resolution)
     target.write(torch.full(target.shape, FILL, dtype=target_dtype, device=plan.device))
@@ -200,7 +200,14 @@ def _equation(plan: MapPlan, content: Tensor, positions: Tensor, layer: int) -> 
             features = torch.cat(
                 [content[source, kind, head] for source in chosen for head in read], -1
             )
-            outputs.append(features @ weight[group] + bias[group])
+            output = features @ weight[group] + bias[group]
+            network = plan.network(name, layer)
+            if network is not None:
+                parts = [part[group].double() for part in network]
+                hidden = (features @ parts[0] + parts[1]).clamp(min=0)
+                hidden = (hidden @ parts[2] + parts[3]).clamp(min=0)
+                output = output + hidden @ parts[4] + parts[5]
+            outputs.append(output)
         result = torch.cat(outputs, -1).view(len(positions), plan.target_kv_heads, -1)
         result = result.transpose(0, 1)
         if kind == 0:

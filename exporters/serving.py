@@ -243,7 +243,7 @@ def load_deployment(path: Path, overrides: Mapping[str, Any] | None = None) -> D
 
 def mapper_digest(facts: Mapping[str, Any]) -> str:
     """16 hex digits over all that decides what a mapper maps, from `kvhub.json`."""
-    names = ("source", "target", "gather", "heads")
+    names = ["source", "target", "gather", "heads", *(["repaired"] if "repaired" in facts else [])]
     text = json.dumps({name: facts[name] for name in names}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256((facts["weights_sha256"] + text).encode()).hexdigest()[:16]
 
@@ -269,6 +269,8 @@ def load_plan(deployment: Deployment, device: torch.device | str, rank: int) -> 
         )
     facts, source, target = deployment.facts, deployment.source, deployment.target
     tensors = load_file(file)
+    repaired = {kind: tuple(layers) for kind, layers in facts.get("repaired", {}).items()}
+    repair = {name: tensors.pop(name) for name in sorted(tensors) if "_repair_" in name}
     whole = MapPlan(
         heads=facts["heads"],
         groups=facts["groups"],
@@ -282,6 +284,8 @@ def load_plan(deployment: Deployment, device: torch.device | str, rank: int) -> 
         gather=torch.tensor(facts["gather"], dtype=torch.int32),
         source_rope=source.rope,
         target_rope=target.rope,
+        repaired=repaired,
+        repair=repair,
         **tensors,
     )
     start, stop = heads_of(target.kv_heads, deployment.settings.target_tp, rank)
@@ -293,7 +297,8 @@ def load_plan(deployment: Deployment, device: torch.device | str, rank: int) -> 
         name: replace(rope, inv_freq=rope.inv_freq.to(device))
         for name, rope in (("source_rope", part.source_rope), ("target_rope", part.target_rope))
     }
-    return replace(part, **moved, **ropes)
+    repair = {name: tensor.to(device) for name, tensor in part.repair.items()}
+    return replace(part, **moved, **ropes, repair=repair)
 
 
 def heads_of(kv_heads: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -323,6 +328,7 @@ def _slice(plan: MapPlan, start: int, stop: int) -> MapPlan:
             name: getattr(plan, name)[:, start:stop].contiguous()
             for name in ("key_weight", "value_weight", "key_bias", "value_bias")
         }
+        repair = {name: tensor[:, start:stop].contiguous() for name, tensor in plan.repair.items()}
         parts |= {"groups": count, "source_kv_heads": count}
     else:
         outputs = slice(start * plan.target_head_dim, stop * plan.target_head_dim)
@@ -330,7 +336,14 @@ def _slice(plan: MapPlan, start: int, stop: int) -> MapPlan:
             name: getattr(plan, name)[..., outputs].contiguous()
             for name in ("key_weight", "value_weight", "key_bias", "value_bias")
         }
-    return replace(plan, target_kv_heads=count, **parts)
+        # The hidden layers are every head's; of the last one each rank has its heads' outputs.
+        repair = {
+            name: tensor[..., outputs].contiguous()
+            if name.endswith(("_out", "_out_bias"))
+            else tensor
+            for name, tensor in plan.repair.items()
+        }
+    return replace(plan, target_kv_heads=count, repair=repair, **parts)
 
 
 def _side(facts: Mapping[str, Any]) -> Side:

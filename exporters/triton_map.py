@@ -228,6 +228,12 @@ def block_features(plan: MapPlan) -> int:
 
 def _require_supported(plan: MapPlan) -> None:
     hint = "Map with map_paged, which is plain torch."
+    if plan.repair:
+        raise UsageError(
+            "The kernels compute linear maps; this mapper also has networks, of target layers "
+            f"{sorted({layer for layers in plan.repaired.values() for layer in layers})}.",
+            hint,
+        )
     if plan.dtype not in DTYPES:
         raise UsageError(
             f"The kernels multiply in one of {[*map(str, DTYPES)]}, found {plan.dtype}.",

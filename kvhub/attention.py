@@ -208,11 +208,12 @@ def attention_sensitivity(
 ) -> tuple[Tensor, Tensor]:
     """How much an error in a token's key or value moves the attention output.
 
-    With weights a and output o of a query, an error e in the value of token t moves o by a_t e,
-    and an error d in its logit by a_t (v_t - o) d to first order. Squared and summed over queries
-    and the query heads of a KV head:
+    With weights a and output o of a query q, an error e in the value of token t moves o by a_t e,
+    and an error d in its key by a_t (v_t - o) s q^T d to first order, with s the scaling. Squared,
+    averaged over the directions of d, and summed over queries and the query heads of a KV head,
+    without the factor s^2 / head_dim:
 
-        value sensitivity_t = sum a_t^2,    key sensitivity_t = sum a_t^2 |v_t - o|^2
+        value sensitivity_t = sum a_t^2,    key sensitivity_t = sum a_t^2 |v_t - o|^2 |q|^2
 
     Parameters
     ----------
@@ -231,11 +232,13 @@ def attention_sensitivity(
     value_norms = (wide**2).sum(-1)[:, :, None, None]
     for_keys = torch.zeros(keys.shape[:3], dtype=dtype, device=keys.device)
     for_values = torch.zeros_like(for_keys)
-    for _, weights in attention_weights(queries, keys, scaling, attention_mask):
+    query_norms = (queries.to(dtype) ** 2).sum(-1, keepdim=True)
+    query_norms = query_norms.view(*keys.shape[:2], -1, queries.shape[2], 1)
+    for span, weights in attention_weights(queries, keys, scaling, attention_mask):
         outputs = weights @ wide[:, :, None]
         norms = (outputs**2).sum(-1, keepdim=True)
         distances = value_norms - 2 * outputs @ wide[:, :, None].mT + norms
         squares = weights**2
         for_values += squares.sum((2, 3))
-        for_keys += (squares * distances.clamp(min=0)).sum((2, 3))
+        for_keys += (squares * distances.clamp(min=0) * query_norms[:, :, :, span]).sum((2, 3))
     return for_keys, for_values

@@ -23,8 +23,15 @@ from kvhub.stats import Statistics
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["calibrate", "effective_weights", "reduce_statistics"]
+__all__ = [
+    "calibrate",
+    "content_states",
+    "effective_weights",
+    "reduce_moments",
+    "reduce_statistics",
+]
 
+HELD_OUT_EVERY = 10  # of the sequences, one
 MIN_EFFECTIVE_SHARE = 0.5  # of the tokens that attention weights must leave effective
 UNWEIGHTED_TOKENS = 4  # first positions, attention sinks: a hand-off computes them exactly
 
@@ -39,7 +46,7 @@ def calibrate(
     heads: Heads = "all",
     weighting: Literal["uniform", "attention"] = "uniform",
     stride: int = 1,
-    held_out_every: int = 10,
+    held_out_every: int = HELD_OUT_EVERY,
     provenance: dict[str, Any] | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_seconds: float = 300.0,
@@ -168,12 +175,12 @@ def _add(
             f"{int(batch.input_ids.min())} to {int(batch.input_ids.max())}.",
             "Tokenize with the tokenizer of the pair.",
         )
-    source = _states(source_model, batch, statistics.source)
+    source = content_states(source_model, batch, statistics.source)
     weights: dict[str, Tensor] | None = None
     if statistics.weighting == "attention":
         target, weights = _weighted_states(target_model, batch, statistics)
     else:
-        target = _states(target_model, batch, statistics.target)
+        target = content_states(target_model, batch, statistics.target)
 
     # Which tokens to use: staggered by sequence, so that a stride sees every position.
     ids = torch.tensor(batch.sequence_ids)
@@ -200,7 +207,9 @@ def _add(
     statistics.provenance["held_out_sequences"] += int(held_out.sum())
 
 
-def _states(model: "PreTrainedModel", batch: TokenBatch, spec: ModelSpec) -> dict[str, Tensor]:
+def content_states(
+    model: "PreTrainedModel", batch: TokenBatch, spec: ModelSpec
+) -> dict[str, Tensor]:
     """Content keys and values `[layers, kv_heads, batch * tokens, head_dim]` in float32."""
     device = model.device
     mask = batch.attention_mask.to(device)
@@ -237,7 +246,7 @@ def _weighted_states(
             sums[kind] += sensitivity / sensitivity.sum((1, 2), keepdim=True).clamp(min=1e-30)
 
     with observe_attention(model, watch):
-        states = _states(model, batch, spec)
+        states = content_states(model, batch, spec)
     weights = {}
     for kind, total in sums.items():
         grouped = total.mean(1, keepdim=True) if statistics.heads == "all" else total
@@ -245,12 +254,14 @@ def _weighted_states(
     return states, weights
 
 
-def effective_weights(sensitivity: Tensor, mask: Tensor) -> Tensor:
+def effective_weights(
+    sensitivity: Tensor, mask: Tensor, min_share: float = MIN_EFFECTIVE_SHARE
+) -> Tensor:
     """Turn sensitivities into weights of mean 1 that leave enough tokens effective.
 
     The first `UNWEIGHTED_TOKENS` tokens get weight 1. The rest is blended with uniform weights,
     u = 1 - m + m w, with the largest m <= 1 for which Kish's effective sample size
-    (sum u)^2 / sum u^2 = n / (1 + m^2 var(w)) stays above `MIN_EFFECTIVE_SHARE` of the n tokens.
+    (sum u)^2 / sum u^2 = n / (1 + m^2 var(w)) stays above `min_share` of the n tokens.
 
     Parameters
     ----------
@@ -258,6 +269,8 @@ def effective_weights(sensitivity: Tensor, mask: Tensor) -> Tensor:
         `[batch, groups, tokens]`, not negative.
     mask
         `[batch, tokens]`, 0 on padding.
+    min_share
+        Above 0, at most 1.
 
     Returns
     -------
@@ -271,7 +284,7 @@ def effective_weights(sensitivity: Tensor, mask: Tensor) -> Tensor:
     mean = (sensitivity * weighted).sum(-1, keepdim=True) / count
     relative = sensitivity / mean.clamp(min=1e-30)
     variance = ((relative - 1) ** 2 * weighted).sum(-1, keepdim=True) / count
-    most = ((1 / MIN_EFFECTIVE_SHARE - 1) / variance.clamp(min=1e-30)).sqrt().clamp(max=1)
+    most = ((1 / min_share - 1) / variance.clamp(min=1e-30)).sqrt().clamp(max=1)
     return torch.where(weighted > 0, 1 - most + most * relative, 1.0) * real
 
 
@@ -291,14 +304,16 @@ def reduce_statistics(statistics: Statistics) -> Statistics:
         statistics = replace(statistics, provenance=provenance)
         for part in (statistics.fitted, statistics.held_out):
             for moments in part.values():
-                _reduce_moments(moments)
+                reduce_moments(moments)
     for part in (statistics.fitted, statistics.held_out):
         for kind, moments in part.items():
             part[kind] = moments.to("cpu")
     return statistics
 
 
-def _reduce_moments(moments: Moments) -> None:
+def reduce_moments(moments: Moments) -> None:
+    """Sum moments over the ranks of the process group, in place."""
+
     def summed(tensor: Tensor) -> Tensor:
         torch.distributed.all_reduce(tensor)
         return tensor

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from kvhub import cli_export, cli_mappers, cli_models, console
+from kvhub import cli_export, cli_mappers, cli_models, cli_refit, cli_repair, console
 from kvhub.errors import KVHubError, UsageError
 
 __all__ = ["app", "main"]
@@ -21,6 +21,8 @@ for command in (
     cli_models.recipes,
     cli_models.check,
     cli_models.fit,
+    cli_refit.refit,
+    cli_repair.repair,
     cli_models.evaluate,
     cli_models.handoff,
     cli_models.bench,

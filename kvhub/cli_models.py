@@ -16,13 +16,16 @@ from kvhub.cli_options import (
     LambdaScale,
     MapperArgument,
     Method,
+    PolicyName,
     SourceModel,
     TargetModel,
     Weighting,
 )
-from kvhub.errors import UsageError
+from kvhub.errors import QualityGateError, UsageError
 
 __all__ = ["bench", "check", "env", "evaluate", "fit", "handoff", "recipes"]
+
+EXACT_BUDGETS = (0, 1, 4, 16, 64)  # of the report's curve, in tokens
 
 
 def recipes(as_json: Json = False) -> None:
@@ -104,6 +107,12 @@ def fit(
     lambda_scale: Annotated[LambdaScale | None, typer.Option(help="Unit of the penalty.")] = None,
     weighting: Annotated[Weighting | None, typer.Option(help="How tokens count.")] = None,
     selection: Annotated[Method | None, typer.Option(help="How layers are selected.")] = None,
+    align: Annotated[
+        bool | None,
+        typer.Option(
+            help="Fit to what the target reads from its cache; default, if there are no statistics."
+        ),
+    ] = None,
     statistics: Annotated[
         Path | None, typer.Option(help="Save them here, or fit from them with no model loaded.")
     ] = None,
@@ -140,6 +149,7 @@ def fit(
         "lambda_scale": lambda_scale,
         "weighting": weighting,
         "selection": selection,
+        "align": align,
         "data": data,
         "sequences": sequences,
         "length": length,
@@ -186,6 +196,15 @@ def evaluate(
     sequences: Annotated[int, typer.Option(help="Sequences to score.")] = 32,
     length: Annotated[int | None, typer.Option(help="Tokens each; default as calibrated.")] = None,
     exact_prefix: ExactPrefix = 4,
+    exact_curve: Annotated[
+        bool,
+        typer.Option(
+            "--exact-curve", help="Also with 0 to 64 tokens computed by the target; takes longer."
+        ),
+    ] = False,
+    gate: Annotated[
+        bool, typer.Option("--gate", help="Exit with 9 unless the mapper meets its gate.")
+    ] = False,
     source: SourceModel = None,
     target: TargetModel = None,
     dtype: Dtype = "auto",
@@ -195,6 +214,8 @@ def evaluate(
     """Report how good a mapper is, beside target alone, source alone and no context.
 
     Example: kvhub evaluate tiny-middle-to-large
+
+    Example: kvhub evaluate tiny-middle-to-large --data my-text.txt --gate
     """
     from kvhub.pipeline import evaluate_mapper
 
@@ -205,6 +226,7 @@ def evaluate(
         sequences=sequences,
         length=length,
         exact_prefix=exact_prefix,
+        exact_budgets=EXACT_BUDGETS if exact_curve else (),
         dtype=dtype,
         device=device,
         source=source,
@@ -213,6 +235,15 @@ def evaluate(
 
     console.emit(report.to_dict(), as_json, lambda: tables.show_report(mapper, report))
     console.say(f"Report and plots are in {path}.")
+    if gate and report.gate is not None and not report.gate.passed:
+        failed = ", ".join(c.name for c in report.gate.failures)
+        error = QualityGateError(
+            f"{mapper} does not meet its gate: {failed}.",
+            "Hand off with --policy gate, which lets the target read again, or fit on such text.",
+        )
+        # With --json the report is the one object on stdout.
+        console.show_error(error, as_json=False)
+        raise typer.Exit(error.exit_code)
 
 
 def handoff(
@@ -221,6 +252,20 @@ def handoff(
     prompt_file: Annotated[Path | None, typer.Option(help="The same, from a file.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="How much to write.")] = 48,
     exact_prefix: ExactPrefix = 4,
+    exact_budget: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Tokens that the target computes itself, chosen by what the source foretells; "
+            "in place of --exact-prefix.",
+        ),
+    ] = None,
+    policy: Annotated[
+        PolicyName,
+        typer.Option(
+            help="Map always, if the gate is met, or if a probe of the prompt agrees too."
+        ),
+    ] = PolicyName.always,
     source: SourceModel = None,
     target: TargetModel = None,
     dtype: Dtype = "auto",
@@ -230,6 +275,8 @@ def handoff(
     """Continue a prompt with the mapped cache, beside target alone and source alone.
 
     Example: kvhub handoff tiny-middle-to-large --prompt-file code.py
+
+    Example: kvhub handoff tiny-middle-to-large --prompt-file code.py --policy probe
     """
     from dataclasses import asdict
 
@@ -244,10 +291,12 @@ def handoff(
         prompt or "",
         max_new_tokens=max_new_tokens,
         exact_prefix=exact_prefix,
+        exact_budget=exact_budget,
         source=source,
         target=target,
         dtype=dtype,
         device=device,
+        policy=policy.value,
     )
     console.emit(
         {**asdict(found), "texts": texts},

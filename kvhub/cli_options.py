@@ -14,6 +14,7 @@ __all__ = [
     "LambdaScale",
     "MapperArgument",
     "Method",
+    "PolicyName",
     "SourceModel",
     "TargetModel",
     "Weighting",
@@ -47,6 +48,14 @@ class Method(str, Enum):
 
     probe = "probe"
     greedy = "greedy"
+
+
+class PolicyName(str, Enum):
+    """What decides whether a prompt is mapped."""
+
+    always = "always"
+    gate = "gate"
+    probe = "probe"
 
 
 MapperArgument = Annotated[

@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 
 from kvhub.cache import cache_of, move_cache, prefill
-from kvhub.generation import EXACT_PREFIX, generate_from, prefill_mapped
+from kvhub.errors import UsageError
+from kvhub.exact import EXACT_PREFIX, choose_exact, predicted_damage
+from kvhub.generation import generate_from, prefill_mapped
 from kvhub.mapper import KVMapper
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from kvhub.policy import HandoffDecision, Policy
 
 __all__ = ["Comparison", "Continuation", "Timing", "compare", "time_handoff"]
 
@@ -44,12 +48,24 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same prompt continued in three ways."""
+    """The same prompt continued in three ways.
+
+    Attributes
+    ----------
+    prompt_tokens
+        How long it is.
+    target, mapped, source
+        Target alone, the hand-off, and source alone. The hand-off is not mapped where the
+        decision says so: then its context is the target's own, and its time the probe's besides.
+    decision
+        Of the policy; None if there was none.
+    """
 
     prompt_tokens: int
     target: Continuation
     mapped: Continuation
     source: Continuation
+    decision: "HandoffDecision | None" = None
 
 
 @dataclass(frozen=True)
@@ -78,8 +94,15 @@ def compare(
     *,
     max_new_tokens: int = 64,
     exact_prefix: int = EXACT_PREFIX,
+    exact_budget: int | None = None,
+    policy: "Policy | None" = None,
 ) -> Comparison:
-    """Continue `input_ids` `[1, tokens]` greedily: target alone, handed off, and source alone."""
+    """Continue `input_ids` `[1, tokens]` greedily: target alone, handed off, and source alone.
+
+    With `exact_budget` the hand-off has so many exact tokens, as in `handoff`.
+    """
+    if exact_budget is not None and policy is not None:
+        raise UsageError("exact_budget does not go with a policy.", "Leave one of them out.")
     context = input_ids[:, :-1]
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
 
@@ -95,21 +118,32 @@ def compare(
             lambda: cache_of(prefill(model, context.to(model.device), logits_to_keep=1)),
         )
 
-    source_cache = cache_of(
-        prefill(source_model, context.to(source_model.device), logits_to_keep=1)
-    )
+    how: dict[str, Any] = {"exact_prefix": exact_prefix}
+    if exact_budget is None:
+        how["source_cache"] = cache_of(
+            prefill(source_model, context.to(source_model.device), logits_to_keep=1)
+        )
+    else:
+        damage, how["source_cache"] = predicted_damage(source_model, context)
+        regions = choose_exact(damage, exact_budget)
+        how |= {"exact_prefix": regions.prefix, "exact_positions": regions.positions}
+    decisions: list[HandoffDecision] = []
+
+    def hand_over() -> Any:
+        models = (mapper, source_model, target_model)
+        if policy is None:
+            return prefill_mapped(*models, input_ids, **how)
+        cache, decision = policy.prefill(*models, input_ids, **how)
+        decisions.append(decision)
+        if decision.mapped:
+            return cache
+        return cache_of(prefill(target_model, context.to(target_model.device), logits_to_keep=1))
+
     mapped = continued(
-        lambda cache: generate_from(target_model, input_ids, cache, **options),
-        lambda: prefill_mapped(
-            mapper,
-            source_model,
-            target_model,
-            input_ids,
-            exact_prefix=exact_prefix,
-            source_cache=source_cache,
-        ),
+        lambda cache: generate_from(target_model, input_ids, cache, **options), hand_over
     )
-    return Comparison(input_ids.shape[1], alone(target_model), mapped, alone(source_model))
+    decided = decisions[0] if decisions else None
+    return Comparison(input_ids.shape[1], alone(target_model), mapped, alone(source_model), decided)
 
 
 def time_handoff(

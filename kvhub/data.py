@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HELD_OUT_MODULES",
     "TokenBatch",
+    "calibrated_on",
     "describe",
     "evaluation_stream",
     "token_batches",
@@ -207,24 +208,30 @@ def evaluation_stream(
     data = data or str(used)
     if data == used == "stdlib":
         return "stdlib-held-out", 0, tokens
-    if not _calibrated_on(calibration, data):
+    seen = calibrated_on(calibration, data)
+    if seen is None:
         return data, 0, tokens
-    if not isinstance(used, str) or tokens != used_length:
+    if not isinstance(seen["data"], str) or tokens != seen.get("length"):
         raise UsageError(
-            f"Calibration used {used} in sequences of {used_length} tokens; which of those of "
-            f"{tokens} tokens it has seen cannot be told.",
+            f"Calibration used {seen['data']} in sequences of {seen.get('length')} tokens; "
+            f"which of those of {tokens} tokens it has seen cannot be told.",
             "Leave --length out, or evaluate on other text with --data.",
         )
-    return data, calibration["sequences"], tokens
+    return data, seen["sequences"], tokens
 
 
-def _calibrated_on(calibration: dict[str, Any], data: str) -> bool:
-    """Whether a text is one that calibration used, or another version of it."""
+def calibrated_on(calibration: dict[str, Any], data: str) -> dict[str, Any] | None:
+    """The record of a calibration, refit or repair on a text or another version of it."""
     about = describe(data)
     # A file may have any name; built-in texts and datasets keep theirs when they change.
     key = "sha256" if about["kind"] == "files" else "data"
-    used = calibration.get(key)
-    return about[key] in (used if isinstance(used, list) else [used])
+    record: dict[str, Any] | None = calibration
+    while record is not None:
+        used = record.get(key)
+        if about[key] in (used if isinstance(used, list) else [used]):
+            return record
+        record = record.get("refit") or record.get("repair")
+    return None
 
 
 def _sequences(

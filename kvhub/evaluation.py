@@ -9,11 +9,12 @@ P + 1 .. L - 1 are predicted, each from its true predecessors, in four settings:
     no_context     the target has read only the tokens from P on
 
 The mapped setting keeps the first `exact_prefix` tokens exact, as a hand-off does. R2, cosine,
-placement and error by position are those of the map alone.
+placement and error by position are those of the map alone. For each of `exact_budgets` the mapped
+setting is run once more, with as many exact tokens, chosen as for a hand-off.
 """
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +25,12 @@ from kvhub.bootstrap import RESAMPLES, SEED, Bootstrap
 from kvhub.cache import cache_of, crop_cache, prefill, read_cache
 from kvhub.compatibility import require_same
 from kvhub.errors import UsageError
+from kvhub.exact import EXACT_PREFIX, choose_exact, predicted_damage
 from kvhub.fidelity import FidelityMeter
-from kvhub.generation import EXACT_PREFIX, prefill_mapped
+from kvhub.generation import prefill_mapped
 from kvhub.metrics import (
     attention_output_cosine,
+    exact_curve,
     floor_normalized_retention,
     gap_recovered,
     retention,
@@ -57,6 +60,7 @@ def evaluate(
     *,
     prefix_fraction: float = 0.75,
     exact_prefix: int = EXACT_PREFIX,
+    exact_budgets: Sequence[int] = (),
     provenance: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
@@ -76,6 +80,9 @@ def evaluate(
         Share of a sequence that is mapped, above 0 and below 1.
     exact_prefix
         Tokens at the start that the target computes itself in the mapped setting.
+    exact_budgets
+        For the report's curve of fidelity against recompute, in tokens per sequence; each takes
+        two more passes of the target, and all of them one of the source.
     provenance
         JSON-able: which mapper and which data; it ends in the report.
     progress
@@ -100,9 +107,13 @@ def evaluate(
             "prefix_fraction must lie between 0 and 1 and exact_prefix must not be negative; "
             f"found {prefix_fraction} and {exact_prefix}."
         )
+    if any(budget < 0 for budget in exact_budgets):
+        raise UsageError(f"exact_budgets must not be negative; found {list(exact_budgets)}.")
     require_same(mapper.config.source, ModelSpec.from_model(source_model), "source")
     require_same(mapper.config.target, ModelSpec.from_model(target_model), "target")
-    evaluation = _Evaluation(mapper, source_model, target_model, prefix_fraction, exact_prefix)
+    evaluation = _Evaluation(
+        mapper, source_model, target_model, prefix_fraction, exact_prefix, exact_budgets
+    )
     total = len(token_batches) if isinstance(token_batches, Sized) else 0
     for done, batch in enumerate(token_batches, start=1):
         evaluation.add(batch)
@@ -121,9 +132,12 @@ class _Evaluation:
         target_model: "PreTrainedModel",
         prefix_fraction: float,
         exact_prefix: int,
+        exact_budgets: Sequence[int],
     ) -> None:
         self.mapper, self.source, self.target = mapper, source_model, target_model
         self.prefix_fraction, self.exact_prefix = prefix_fraction, exact_prefix
+        # By budget, in tokens of all sequences.
+        self.exact_tokens = dict.fromkeys(sorted(exact_budgets), 0)
         self.meter = FidelityMeter(mapper.config.target)
         self.rows: list[Tensor] = []  # one per sequence, see sums_table
         self.prefix_tokens = 0
@@ -177,7 +191,25 @@ class _Evaluation:
         for name, start in (("mapped", cache), ("no_context", None)):
             logits = prefill(self.target, later, cache=start).logits
             scores[name] = score_predictions(logits, reference, labels)
-        return sums_table(scored, cosine, scores)
+        exact = []
+        for cache in self._exact_caches(sequences, prefix, source_cache):
+            logits = prefill(self.target, later, cache=cache).logits
+            exact.append(score_predictions(logits, reference, labels))
+        return sums_table(scored, cosine, scores, exact)
+
+    def _exact_caches(
+        self, sequences: Tensor, prefix: int, source_cache: "Cache"
+    ) -> "Iterator[DynamicCache]":
+        """The mapped cache with each budget of exact tokens."""
+        if not self.exact_tokens:
+            return
+        damage, _ = predicted_damage(self.source, sequences[:, :prefix])
+        for budget in self.exact_tokens:
+            regions = choose_exact(damage, budget)
+            self.exact_tokens[budget] += len(sequences) * min(budget, prefix)
+            yield self._mapped_cache(
+                sequences, prefix, source_cache, regions.prefix, regions.positions
+            )
 
     def _target_alone(
         self, sequences: Tensor, prefix: int, source_cache: "Cache"
@@ -200,7 +232,12 @@ class _Evaluation:
         return logits, cosine / len(mapped_keys)
 
     def _mapped_cache(
-        self, sequences: Tensor, prefix: int, source_cache: "Cache", exact_prefix: int
+        self,
+        sequences: Tensor,
+        prefix: int,
+        source_cache: "Cache",
+        exact_prefix: int,
+        exact_positions: Tensor | None = None,
     ) -> "DynamicCache":
         # One token more than the prefix: prefill_mapped leaves the last one to its caller.
         return prefill_mapped(
@@ -210,6 +247,7 @@ class _Evaluation:
             sequences[:, : prefix + 1],
             exact_prefix=exact_prefix,
             exact_suffix=1,
+            exact_positions=exact_positions,
             source_cache=source_cache,
         )
 
@@ -242,6 +280,10 @@ class _Evaluation:
             layers=fidelity,
             notes=tuple(notes),
             provenance={**provenance, **self._provenance(int(table[:, 0].sum()))},
+            exact=exact_curve(
+                bootstrap,
+                {budget: n / self.prefix_tokens for budget, n in self.exact_tokens.items()},
+            ),
         )
 
     def _provenance(self, scored_tokens: int) -> dict[str, Any]:

@@ -157,6 +157,8 @@ class FidelityMeter:
             key_error_placement=_ratios(self._placement["keys"]),
             value_error_placement=_ratios(self._placement["values"]),
             positions=self._position_bins(),
+            key_error_placement_by_head=_ratios_by_head(self._placement["keys"]),
+            value_error_placement_by_head=_ratios_by_head(self._placement["values"]),
         )
 
     def _position_bins(self) -> tuple[PositionBin, ...]:
@@ -254,7 +256,18 @@ def _ratios(placement: Tensor) -> tuple[float | None, ...]:
     """Mean over the heads that have an error, `[2, layers, kv_heads]` to `[layers]`."""
     along, mean = placement
     ratios = torch.where(mean > 0, along / mean, torch.nan).nanmean(-1)
-    return tuple(None if ratio != ratio else ratio for ratio in ratios.tolist())
+    return _or_none(ratios.tolist())
+
+
+def _ratios_by_head(placement: Tensor) -> tuple[tuple[float | None, ...], ...]:
+    """`[2, layers, kv_heads]` to `[layers][kv_heads]`, None for a head without error."""
+    along, mean = placement
+    ratios = torch.where(mean > 0, along / mean, torch.nan)
+    return tuple(_or_none(row) for row in ratios.tolist())
+
+
+def _or_none(ratios: list[float]) -> tuple[float | None, ...]:
+    return tuple(None if ratio != ratio else ratio for ratio in ratios)
 
 
 def _floats(values: Tensor) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""`kvhub fit`: calibrate or read statistics, select, fit and save."""
+"""`kvhub fit`: calibrate or read statistics, select, fit, align and save."""
 
 import os
 from collections.abc import Callable
@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvhub.atomic import recover
 from kvhub.compatibility import Heads, require_pair, require_same
 from kvhub.errors import ConflictError, UsageError
-from kvhub.pairs import Track, load_pair, read_spec
+from kvhub.pairs import LoadedPair, Track, load_pair, read_spec
+from kvhub.spec import ModelSpec
 from kvhub.store import mapper_path, work_path
 
 if TYPE_CHECKING:
+    from kvhub.data import TokenBatch
     from kvhub.mapper import KVMapper
     from kvhub.ridge import LambdaScale
     from kvhub.stats import Statistics
@@ -35,6 +37,7 @@ class FitPlan:
     lambda_scale: "LambdaScale" = "relative"
     weighting: Literal["uniform", "attention"] = "uniform"
     selection: Literal["probe", "greedy"] = "probe"
+    align: bool = True  # to the attention output; where statistics are given, only if asked for
     data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
     sequences: int = 500
     length: int = 1024
@@ -47,7 +50,7 @@ class FitPlan:
 
 
 def fit_mapper(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "KVMapper | None":
-    """Calibrate, select, fit and save; None on the ranks of `torchrun` that only calibrate.
+    """Calibrate, select, fit, align and save; None on the ranks of `torchrun` but the first.
 
     Raises
     ------
@@ -65,14 +68,25 @@ def fit_mapper(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "KVMa
             f"There is a mapper {plan.name!r} already: {path}.",
             "Choose another --name, or pass --overwrite to replace it.",
         )
-    statistics = _statistics(plan, track, say)
-    if statistics is None:
-        return None
+    source, target = read_spec(plan.source), read_spec(plan.target)
+    require_pair(source, target, plan.heads)
     from kvhub.models import torch_dtype
     from kvhub.package import save
-    from kvhub.ridge import fit
-    from kvhub.selection import select_layers
+    from kvhub.ridge import fit, with_held_out_r2
+    from kvhub.selection import require_top_k, select_layers
 
+    require_top_k(plan.top_k, source.num_layers)
+    reading, align = None, plan.align
+    if plan.statistics is not None and plan.statistics.exists():
+        statistics = _read_statistics(plan, source, target)
+        align = align and "align" in plan.explicit
+        say(
+            f"Using the statistics in {plan.statistics}"
+            + ("." if align else "; no model is loaded, and nothing is aligned (--align does).")
+        )
+    else:
+        reading = _Reading.open(plan, source, target)
+        statistics = reading.calibrate(track)
     if plan.heads == "matched":
         statistics = statistics.matched()
     with track("Select source layers") as progress:
@@ -87,74 +101,158 @@ def fit_mapper(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "KVMa
             dtype=torch_dtype(plan.dtype, plan.device or "cpu"),
             progress=progress,
         )
+    if align:
+        reading = reading or _Reading.open(plan, source, target)
+        mapper = with_held_out_r2(reading.align(mapper, track, say), statistics)
+    if reading is not None and not reading.close():
+        return None
     if not mapper.config.quality["comfortable_rows"]:
         say(
             f"Warning: {mapper.config.ridge['effective_tokens']:.0f} tokens for "
             f"{mapper.config.ridge['features']} features; ten times as many would be safe."
         )
     save(mapper, path, overwrite=plan.overwrite)
-    for left in work_path(plan.name).parent.glob(f"{plan.name}.calibration*"):
-        left.unlink()
+    for suffix in (".calibration*", ".alignment"):
+        for left in work_path(plan.name).parent.glob(f"{plan.name}{suffix}"):
+            left.unlink()
     return mapper
 
 
-def _statistics(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "Statistics | None":
-    """Read the statistics file if there is one, else calibrate, and write it if one was named."""
-    from kvhub.ridge import require_rows
-    from kvhub.selection import require_top_k
-    from kvhub.stats import Statistics
+@dataclass(frozen=True)
+class _Reading:
+    """The two models, and the text that they read, as often as it is asked for."""
 
-    source, target = read_spec(plan.source), read_spec(plan.target)
-    require_pair(source, target, plan.heads)
-    require_top_k(plan.top_k, source.num_layers)
-    if plan.statistics is not None and plan.statistics.exists():
-        statistics = Statistics.load(plan.statistics)
-        require_same(statistics.source, source, "source")
-        require_same(statistics.target, target, "target")
-        _require_settings(statistics, plan)
-        say(f"Using the statistics in {plan.statistics}; no model is loaded.")
+    plan: FitPlan
+    source: ModelSpec
+    target: ModelSpec
+    pair: LoadedPair
+    batches: "list[TokenBatch]"
+    rank: int
+    world_size: int
+
+    @classmethod
+    def open(cls, plan: FitPlan, source: ModelSpec, target: ModelSpec) -> "_Reading":
+        """Load the models; under `torchrun` join its ranks."""
+        import torch
+
+        from kvhub.data import token_batches
+        from kvhub.ridge import require_rows
+
+        features = plan.top_k * source.kv_dim // (1 if plan.heads == "all" else target.kv_heads)
+        require_rows(0.9 * plan.sequences * plan.length / plan.stride, features, plan.top_k)
+        rank, world_size = _join_ranks()
+        device = plan.device
+        if device is None and world_size > 1 and torch.cuda.is_available():
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
+        pair = load_pair(source, target, plan.dtype, device)
+        # This rank's share of the text.
+        batches = token_batches(
+            pair.tokenizer,
+            plan.data,
+            sequences=plan.sequences,
+            length=plan.length,
+            batch_size=max(1, ROWS_PER_BATCH // plan.length),
+            rank=rank,
+            world_size=world_size,
+        )
+        return cls(plan, source, target, pair, list(batches), rank, world_size)
+
+    def calibrate(self, track: Track) -> "Statistics":
+        """The statistics of all ranks, saved where the plan says."""
+        from kvhub.calibration import calibrate
+        from kvhub.data import describe
+
+        plan = self.plan
+        with track("Calibrate") as progress:
+            statistics = calibrate(
+                self.pair.source,
+                self.pair.target,
+                self.batches,
+                source_spec=self.source,
+                target_spec=self.target,
+                heads=plan.heads,
+                weighting=plan.weighting,
+                stride=plan.stride,
+                provenance={**describe(plan.data), "length": plan.length},
+                checkpoint=work_path(plan.name).with_name(f"{plan.name}.calibration"),
+                progress=progress,
+            )
+        if plan.statistics is not None and self.rank == 0:
+            statistics.save(plan.statistics)
         return statistics
+
+    def align(self, mapper: "KVMapper", track: Track, say: Callable[[str], None]) -> "KVMapper":
+        """The mapper fitted to the attention output, if that is nearer on held-out sequences."""
+        import torch
+
+        from kvhub.alignment import align
+        from kvhub.evaluation import evaluate
+
+        # Ranks that went on from different passes would wait for each other for ever.
+        resumable = self.world_size == 1
+        path = work_path(self.plan.name).with_name(f"{self.plan.name}.alignment")
+        models = (self.pair.source, self.pair.target)
+        with track("Align") as progress:
+            aligned = align(
+                mapper,
+                *models,
+                self.batches,
+                checkpoint=path if resumable else None,
+                progress=progress,
+            )
+        held_out = held_out_batches(self.batches)
+        kl = []
+        for candidate, name in ((mapper, "as fitted"), (aligned, "aligned")):
+            # Summed over sequences, and over ranks, one of which may have none.
+            sums = torch.zeros(2, dtype=torch.float64)
+            if held_out:
+                with track(f"Compare on held-out text, {name}") as progress:
+                    report = evaluate(candidate, *models, held_out, progress=progress)
+                count = report.provenance["sequences"]
+                sums += torch.tensor([report.settings["mapped"].kl.value * count, count])
+            if self.world_size > 1:
+                torch.distributed.all_reduce(sums)
+            kl.append(float(sums[0] / sums[1]))
+        if kl[0] < kl[1]:
+            say(f"Aligning did not help: KL {kl[0]:.4f} before, {kl[1]:.4f} after. Left out.")
+            return mapper
+        say(f"Aligned: KL {kl[0]:.4f} before, {kl[1]:.4f} after, on held-out text.")
+        return aligned
+
+    def close(self) -> bool:
+        """Leave the ranks; whether this one goes on."""
+        if self.world_size > 1:
+            import torch
+
+            torch.distributed.destroy_process_group()
+        return self.rank == 0
+
+
+def held_out_batches(batches: "list[TokenBatch]") -> "list[TokenBatch]":
+    """The sequences that calibration and alignment keep apart."""
     import torch
 
-    from kvhub.calibration import calibrate
-    from kvhub.data import describe, token_batches
+    from kvhub.calibration import HELD_OUT_EVERY
+    from kvhub.data import TokenBatch
 
-    features = plan.top_k * source.kv_dim // (1 if plan.heads == "all" else target.kv_heads)
-    require_rows(0.9 * plan.sequences * plan.length / plan.stride, features, plan.top_k)
-    rank, world_size = _join_ranks()
-    device = plan.device
-    if device is None and world_size > 1 and torch.cuda.is_available():
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-    pair = load_pair(source, target, plan.dtype, device)
-    batches = token_batches(
-        pair.tokenizer,
-        plan.data,
-        sequences=plan.sequences,
-        length=plan.length,
-        batch_size=max(1, ROWS_PER_BATCH // plan.length),
-        rank=rank,
-        world_size=world_size,
-    )
-    with track("Calibrate") as progress:
-        statistics = calibrate(
-            pair.source,
-            pair.target,
-            batches,
-            source_spec=source,
-            target_spec=target,
-            heads=plan.heads,
-            weighting=plan.weighting,
-            stride=plan.stride,
-            provenance={**describe(plan.data), "length": plan.length},
-            checkpoint=work_path(plan.name).with_name(f"{plan.name}.calibration"),
-            progress=progress,
-        )
-    if world_size > 1:
-        torch.distributed.destroy_process_group()
-    if rank > 0:
-        return None
-    if plan.statistics is not None:
-        statistics.save(plan.statistics)
+    found = []
+    for batch in batches:
+        ids = torch.tensor(batch.sequence_ids)
+        rows = (ids % HELD_OUT_EVERY == HELD_OUT_EVERY - 1).nonzero()[:, 0]
+        if len(rows):
+            tokens = (batch.input_ids[rows], batch.attention_mask[rows])
+            found.append(TokenBatch(*tokens, tuple(ids[rows].tolist())))
+    return found
+
+
+def _read_statistics(plan: FitPlan, source: ModelSpec, target: ModelSpec) -> "Statistics":
+    """The plan's statistics file, if it is one of this pair and these settings."""
+    from kvhub.stats import Statistics
+
+    statistics = Statistics.load(Path(str(plan.statistics)))
+    require_same(statistics.source, source, "source")
+    require_same(statistics.target, target, "target")
+    _require_settings(statistics, plan)
     return statistics
 
 

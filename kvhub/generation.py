@@ -1,5 +1,6 @@
 """Hand a conversation from one model to the other with a mapped cache instead of a prefill."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,17 +18,17 @@ from kvhub.cache import (
 )
 from kvhub.compatibility import require_same
 from kvhub.errors import UsageError
+from kvhub.exact import EXACT_PREFIX, choose_exact, predicted_damage
 from kvhub.mapper import KVMapper
+from kvhub.recompute import recompute
 from kvhub.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import Cache, DynamicCache, PreTrainedModel
 
-__all__ = ["EXACT_PREFIX", "generate_from", "handoff", "prefill_mapped"]
+    from kvhub.policy import HandoffDecision, Policy
 
-# The first tokens collect attention whatever they say (attention sinks) and a linear map hits them
-# badly. That the target computes a few itself removes more error than any other tokens would.
-EXACT_PREFIX = 4
+__all__ = ["EXACT_PREFIX", "extended_cache", "generate_from", "handoff", "prefill_mapped"]
 
 
 @torch.no_grad()
@@ -40,6 +41,7 @@ def prefill_mapped(
     attention_mask: Tensor | None = None,
     exact_prefix: int = EXACT_PREFIX,
     exact_suffix: int = 1,
+    exact_positions: Tensor | None = None,
     source_cache: "Cache | None" = None,
 ) -> "DynamicCache":
     """The target's cache of a prompt without its last tokens, most of it mapped.
@@ -47,6 +49,9 @@ def prefill_mapped(
     1. The target prefills the first `exact_prefix` tokens itself.
     2. The source's cache of the following ones is mapped, and put behind.
     3. The last `exact_suffix` tokens are left for the caller to run through the target on top.
+
+    With `exact_positions` everything is mapped, and the target then computes these tokens and the
+    first ones in one pass, see `recompute`.
 
     Parameters
     ----------
@@ -62,6 +67,9 @@ def prefill_mapped(
     exact_prefix, exact_suffix
         In tokens. At least one token must be left over at the end: the target needs it to predict
         the next one.
+    exact_positions
+        `[batch, others]` int64: tokens behind the prefix that the target computes itself, as
+        indices into `input_ids`, each row ascending; see `kvhub.exact.choose_exact`.
     source_cache
         The source's cache of the prompt's first tokens, if it is at hand; what it lacks is
         prefilled by the source. It is not changed.
@@ -74,7 +82,8 @@ def prefill_mapped(
     Raises
     ------
     UsageError
-        `exact_suffix` below 1, a source cache longer than the prompt, or right padding.
+        `exact_suffix` below 1, a source cache longer than the prompt, right padding, or exact
+        positions that are not ascending between prefix and suffix.
     IncompatiblePairError
         The mapper was fitted for other models.
     VerificationError
@@ -103,6 +112,10 @@ def prefill_mapped(
     if stop == 0:
         return empty
     exact = empty
+    cells = None
+    if exact_positions is not None and start < stop:
+        cells = _cells(exact_positions, len(input_ids), start, stop)
+        start = 0
     if start > 0:
         device = target_model.device
         output = prefill(
@@ -114,13 +127,17 @@ def prefill_mapped(
         exact = cache_of(output)
     if start == stop:
         return exact
-    source_cache = _extend(source_model, input_ids, mask, source_cache, stop)
+    source_cache = extended_cache(source_model, input_ids, mask, source_cache, stop)
     mapped: DynamicCache = mapper(
         move_cache(crop_cache(source_cache, start, stop), mapper.key_weight.device),
         positions=positions_from_mask(mask)[:, start:stop],
         dtype=target_model.dtype,
     )
     mapped = move_cache(mapped, target_model.device)
+    if cells is not None:
+        return recompute(
+            target_model, input_ids[:, :stop], mapped, cells, attention_mask=mask[:, :stop]
+        )
     return mapped if start == 0 else concatenate_caches(exact, mapped)
 
 
@@ -134,7 +151,10 @@ def handoff(
     attention_mask: Tensor | None = None,
     exact_prefix: int = EXACT_PREFIX,
     exact_suffix: int = 1,
+    exact_budget: int | None = None,
     source_cache: "Cache | None" = None,
+    policy: "Policy | None" = None,
+    on_decision: "Callable[[HandoffDecision], None] | None" = None,
     **generate_options: Any,
 ) -> Tensor:
     """Let the target go on with a prompt that the source has read.
@@ -147,6 +167,16 @@ def handoff(
         How many tokens to generate at the most.
     exact_prefix, exact_suffix, source_cache
         As for `prefill_mapped`.
+    exact_budget
+        Tokens before the suffix that the target computes itself, in place of `exact_prefix`:
+        `kvhub.exact` chooses them by the source's reading of the whole prompt, and
+        `tokens_within` makes a budget of milliseconds one of tokens. Not with a source cache,
+        which does not tell, nor with a policy.
+    policy
+        Decides whether to map or to let the target read the prompt itself, see `kvhub.policy`;
+        None: map always.
+    on_decision
+        Called with what the policy decided and why.
     generate_options
         Passed to the target's `generate`, for example `do_sample=False`.
 
@@ -158,18 +188,30 @@ def handoff(
     Raises
     ------
     UsageError, IncompatiblePairError, VerificationError
-        As for `prefill_mapped`.
+        As for `prefill_mapped`; UsageError also for `on_decision` without a policy, and for
+        `exact_budget` with one or with a source cache.
     """
-    cache = prefill_mapped(
-        mapper,
-        source_model,
-        target_model,
-        input_ids,
-        attention_mask=attention_mask,
-        exact_prefix=exact_prefix,
-        exact_suffix=exact_suffix,
-        source_cache=source_cache,
-    )
+    if policy is None and on_decision is not None:
+        raise UsageError("on_decision needs a policy.", "Pass policy=Policy.from_package(NAME).")
+    options: dict[str, Any] = {
+        "attention_mask": attention_mask,
+        "exact_prefix": exact_prefix,
+        "exact_suffix": exact_suffix,
+        "source_cache": source_cache,
+    }
+    if exact_budget is not None:
+        if policy is not None or source_cache is not None:
+            raise UsageError(
+                "exact_budget goes neither with a policy nor with a source cache.",
+                "Leave them out, or choose the tokens: see kvhub.exact and prefill_mapped.",
+            )
+        options |= _spend(exact_budget, source_model, input_ids, attention_mask, exact_suffix)
+    if policy is None:
+        cache = prefill_mapped(mapper, source_model, target_model, input_ids, **options)
+    else:
+        cache, decision = policy.prefill(mapper, source_model, target_model, input_ids, **options)
+        if on_decision is not None:
+            on_decision(decision)
     return generate_from(
         target_model,
         input_ids,
@@ -240,10 +282,44 @@ def _left_padded(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor:
     return attention_mask
 
 
-def _extend(
+def _spend(
+    budget: int,
+    source_model: "PreTrainedModel",
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    exact_suffix: int,
+) -> dict[str, Any]:
+    """What `prefill_mapped` needs to know of a budget of exact tokens."""
+    mask = _left_padded(attention_mask, input_ids)
+    stop = max(0, input_ids.shape[1] - exact_suffix)
+    damage, source_cache = predicted_damage(
+        source_model, input_ids[:, :stop], attention_mask=mask[:, :stop]
+    )
+    regions = choose_exact(damage, budget, padding=int((mask == 0).sum(1).max()))
+    return {
+        "exact_prefix": regions.prefix,
+        "exact_positions": regions.positions,
+        "source_cache": source_cache,
+    }
+
+
+def _cells(positions: Tensor, batch: int, start: int, stop: int) -> Tensor:
+    """The first `start` cells and the positions behind them, `[batch, cells]`."""
+    shape = positions.ndim == 2 and len(positions) == batch
+    if not shape or bool((positions < start).any()) or bool((positions >= stop).any()):
+        raise UsageError(
+            f"exact_positions must be [batch, others] with {batch} rows, from {start}, behind the "
+            f"exact prefix, to {stop - 1}, before the exact suffix; found {positions.tolist()}.",
+            "Choose them with kvhub.exact.choose_exact.",
+        )
+    first = torch.arange(start, device=positions.device).expand(batch, -1)
+    return torch.cat([first, positions], dim=1)
+
+
+def extended_cache(
     model: "PreTrainedModel", input_ids: Tensor, mask: Tensor, cache: "Cache | None", stop: int
 ) -> "Cache":
-    """A cache of at least `stop` tokens: the given one, or a longer copy of it."""
+    """A model's cache of at least `stop` tokens of a prompt: the given one, or a longer copy."""
     cached = 0 if cache is None else cache.get_seq_length()
     if cache is not None and cached >= stop:
         return cache

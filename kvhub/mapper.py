@@ -4,6 +4,8 @@ For target layer l, with X the content keys (or values) of its selected source l
 (paper, section 3):
 
     K_target[l] = apply_rope(X W_K[l] + b_K[l]),    V_target[l] = X W_V[l] + b_V[l]
+
+Some target layers may have a network of X added to the linear map: see `kvhub.networks`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from kvhub.cache import build_cache, positions_from_mask, read_cache
 from kvhub.errors import IncompatiblePairError, UsageError, VerificationError
 from kvhub.mapper_config import MapperConfig, tensor_shapes
+from kvhub.networks import add_network, network_of
 from kvhub.products import CPU_ROWS, WORKSPACE_BYTES, multiply
 from kvhub.rope import Rotation
 
@@ -41,6 +44,9 @@ class KVMapper(nn.Module):
         head_dim) and outputs target head_dim. Keys in content space.
     key_bias, value_bias
         `[target_layers, groups, outputs]`.
+    key_repair_in, value_repair_in and so on
+        Where `config.repair` names layers: `[repaired layers, groups, ...]`, see
+        `kvhub.networks.add_network`.
     """
 
     key_weight: Tensor
@@ -196,21 +202,24 @@ class KVMapper(nn.Module):
             `[target_layers, batch, kv_heads, tokens, head_dim]` of the target model, in the
             mapper's arithmetic: its own dtype, but at least float32 on a CPU.
         """
-        return torch.stack(list(self._products(content_keys, self.key_weight, self.key_bias)))
+        return torch.stack(list(self._products(content_keys, "key")))
 
     def map_values(self, values: Tensor) -> Tensor:
         """Map values; shapes as in `map_keys`."""
-        return torch.stack(list(self._products(values, self.value_weight, self.value_bias)))
+        return torch.stack(list(self._products(values, "value")))
 
-    def _products(
-        self, layers: Iterable[Tensor], weights: Tensor, biases: Tensor
-    ) -> Iterator[Tensor]:
+    def _products(self, layers: Iterable[Tensor], kind: str) -> Iterator[Tensor]:
         """X W + b of one target layer after the other, `[batch, kv_heads, tokens, head_dim]`.
+
+        With the layer's network, if it has one of this kind, `key` or `value`.
 
         One layer at a time, so that what is done to a layer before and after its product finds
         it in the processor's cache.
         """
-        target = self.config.target
+        target, repair = self.config.target, self.config.repair
+        tensors = self.tensors()
+        weights, biases = tensors[f"{kind}_weight"], tensors[f"{kind}_bias"]
+        repaired = () if repair is None else repair.layers(kind)
         groups = weights.shape[1]
         sources = []
         for states in layers:
@@ -226,7 +235,11 @@ class KVMapper(nn.Module):
         gather = sources[0].is_cuda
         for layer, chosen in enumerate(self.config.selection):
             weight, bias = weights[layer].to(dtype), biases[layer][:, None].to(dtype)
-            product = multiply([sources[index] for index in chosen], weight, bias, gather=gather)
+            read = [sources[index] for index in chosen]
+            product = multiply(read, weight, bias, gather=gather)
+            network = network_of(tensors, kind, repaired, layer)
+            if network is not None:
+                add_network(product, read, network, gather=gather)
             # [groups, batch, tokens, heads of a group, head_dim], as products come
             product = product.view(groups, batch, tokens, -1, target.head_dim)
             yield product.permute(1, 0, 3, 2, 4).flatten(1, 2)
@@ -299,13 +312,13 @@ class KVMapper(nn.Module):
         mapped = [layer[:, :, span] for layer in results]
         _require_finite(source_layers, "source cache", span.start)
         if positions is None:
-            products = self._products(source_layers, self.value_weight, self.value_bias)
+            products = self._products(source_layers, "value")
         else:
             device = positions.device
             strip = Rotation(positions, self.config.source.require_rope(), device=device).strip
             apply = Rotation(positions, self.config.target.require_rope(), device=device).apply
             content_keys = map(strip, source_layers)
-            products = map(apply, self._products(content_keys, self.key_weight, self.key_bias))
+            products = map(apply, self._products(content_keys, "key"))
         for layer, product in zip(mapped, products, strict=True):
             layer.copy_(product)
         _require_finite(mapped, "mapped cache", span.start)
@@ -317,6 +330,8 @@ class KVMapper(nn.Module):
         """
         source, target = self.config.source, self.config.target
         numbers = (source.num_layers + self.config.top_k) * source.kv_dim + 4 * target.kv_dim
+        if self.config.repair is not None:  # both hidden layers of a network
+            numbers += 2 * self.key_weight.shape[1] * self.config.repair.hidden
         rows = WORKSPACE_BYTES // (4 * numbers)
         if self.key_weight.device.type == "cpu":
             rows = min(rows, CPU_ROWS)

@@ -1,16 +1,17 @@
 """How well predictions match a text and a reference model, and what a mapper retains of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from kvhub.bootstrap import Bootstrap, positive_ratio
-from kvhub.report import SETTINGS, Estimate, SettingMetrics
+from kvhub.report import SETTINGS, Estimate, ExactPoint, SettingMetrics
 
 __all__ = [
     "SCORES",
     "attention_output_cosine",
+    "exact_curve",
     "floor_normalized_retention",
     "gap_recovered",
     "retention",
@@ -70,7 +71,9 @@ def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def sums_table(tokens: int, cosine: Tensor, scores: Mapping[str, Tensor]) -> Tensor:
+def sums_table(
+    tokens: int, cosine: Tensor, scores: Mapping[str, Tensor], exact: Sequence[Tensor] = ()
+) -> Tensor:
     """Lay out one batch's sums for the bootstrap: the figures below read these columns.
 
     Parameters
@@ -81,15 +84,18 @@ def sums_table(tokens: int, cosine: Tensor, scores: Mapping[str, Tensor]) -> Ten
         `[batch]` float64: attention-output cosine of each sequence.
     scores
         `[batch, 4]` of each of `SETTINGS`, from `score_predictions`.
+    exact
+        The same of the mapped setting with each budget of exact tokens.
 
     Returns
     -------
     table
-        `[batch, columns]` float64: scored tokens, cosine times tokens, then the scores.
+        `[batch, columns]` float64: scored tokens, cosine times tokens, then the scores, then
+        those by budget.
     """
     counts = torch.full_like(cosine, tokens)
     head = torch.stack([counts, cosine * counts], dim=1)
-    return torch.cat([head, *(scores[setting] for setting in SETTINGS)], dim=1)
+    return torch.cat([head, *(scores[setting] for setting in SETTINGS), *exact], dim=1)
 
 
 def _column(setting: str, score: str) -> int:
@@ -110,6 +116,19 @@ def setting_metrics(bootstrap: Bootstrap, setting: str) -> SettingMetrics:
     figures = {score: bootstrap.estimate(_per_token(_column(setting, score))) for score in SCORES}
     nll = _per_token(_column(setting, "nll"))
     return SettingMetrics(**figures, perplexity=bootstrap.estimate(lambda sums: nll(sums).exp()))
+
+
+def exact_curve(bootstrap: Bootstrap, shares: Mapping[int, float]) -> tuple[ExactPoint, ...]:
+    """Return what each budget gives, in the table's order; shares by budget."""
+    points = []
+    for index, (budget, share) in enumerate(shares.items()):
+        first = 2 + (len(SETTINGS) + index) * len(SCORES)
+        figures = {
+            score: bootstrap.estimate(_per_token(first + SCORES.index(score)))
+            for score in ("nll", "kl", "agreement")
+        }
+        points.append(ExactPoint(budget, share, **figures))
+    return tuple(points)
 
 
 def retention(bootstrap: Bootstrap, notes: list[str]) -> Estimate | None:

@@ -1,7 +1,8 @@
 """What the other commands do with a mapper's name, without anything about how it looks."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvhub.atomic import new_directory
 from kvhub.errors import NotFoundError, UsageError
@@ -34,16 +35,21 @@ def evaluate_mapper(
     exact_prefix: int,
     dtype: str,
     device: str | None,
+    exact_budgets: Sequence[int] = (),
     source: str | None = None,
     target: str | None = None,
 ) -> "tuple[Report, Path]":
     """Evaluate a mapper and put report and plots into its package.
 
     Without `data` the text is what calibration used, behind what it saw. A mapper from the Hub
-    does not change: its report goes into `reports/` beside the local store.
+    does not change: its report goes into `reports/` beside the local store. The report holds the
+    verdict of the default gate.
     """
+    from dataclasses import replace
+
     from kvhub.data import describe, evaluation_stream, token_batches
     from kvhub.evaluation import evaluate
+    from kvhub.gate import check_gate
     from kvhub.package import read_config, save
     from kvhub.plots import draw_plots
 
@@ -59,9 +65,11 @@ def evaluate_mapper(
             pair.target,
             batches,
             exact_prefix=exact_prefix,
+            exact_budgets=exact_budgets,
             provenance={"mapper": path.name, **describe(data), "start": start},
             progress=progress,
         )
+    report = replace(report, gate=check_gate(report))
     plots = draw_plots(report, mapper.config, scores=mapper.config.quality["selection_scores"])
     if find_local(name) is not None:
         save(mapper, path, report=report.to_dict(), plots=plots, overwrite=True)
@@ -84,10 +92,17 @@ def compare_on_text(
     target: str | None,
     dtype: str,
     device: str | None,
+    exact_budget: int | None = None,
+    policy: Literal["always", "gate", "probe"] = "always",
 ) -> "tuple[Comparison, dict[str, str]]":
     """Continue a text in three ways; also the new text of each, by way."""
     from kvhub.comparison import compare
+    from kvhub.policy import PROBE_TOKENS, Policy
 
+    decide = None
+    if policy != "always":
+        tokens = PROBE_TOKENS if policy == "probe" else 0
+        decide = Policy.from_package(name, probe_tokens=tokens)
     mapper, pair = load_mapper_pair(name, source, target, dtype, device)
     ids = pair.tokenizer(prompt, return_tensors="pt")["input_ids"]
     if ids.shape[1] < 2:
@@ -102,6 +117,8 @@ def compare_on_text(
         ids,
         max_new_tokens=max_new_tokens,
         exact_prefix=exact_prefix,
+        exact_budget=exact_budget,
+        policy=decide,
     )
     texts = {
         way: str(pair.tokenizer.decode(getattr(found, way).output_ids, skip_special_tokens=True))

@@ -5,6 +5,7 @@ lines differ in marker as well.
 """
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,8 +116,11 @@ def draw_plots(
             "settings.png": _settings(report),
             "fidelity_per_layer.png": _fidelity(report),
             "error_by_position.png": _positions(report),
+            "error_placement.png": _placement(report),
             "layer_selection.png": _selection(config, scores),
         }
+        if report.exact:
+            figures["exact.png"] = _exact(report)
         return {name: _png(figure, config) for name, figure in figures.items()}
 
 
@@ -182,19 +186,24 @@ def _settings(report: Report) -> "Figure":
 
 
 def _fidelity(report: Report) -> "Figure":
-    """R2 of keys and values above, attention-output cosine below, over target layers."""
+    """R2 of keys and values above, attention-output cosine below, over target layers and heads."""
     layers = report.layers
     figure = _figure(6.4, 4.6)
     above, below = figure.subplots(2, 1, sharex=True)
     curves = {"keys": layers.key_r2, "values": layers.value_r2}
     _curves(above, range(len(layers.key_r2)), curves, lowest=LOWEST_R2)
+    bottom = max(LOWEST_R2, min(*layers.key_r2, *layers.value_r2))
+    _heads(above, layers.key_r2_by_head, BLUE, bottom)
+    _heads(above, layers.value_r2_by_head, ORANGE, bottom)
     worst = min(*layers.key_r2, *layers.value_r2)
     clipped = f"; ▼ below {LOWEST_R2:g}, down to {worst:.3g}" if worst < LOWEST_R2 else ""
     above.set_title(f"R² of the mapped cache (1 is exact{clipped})")
     above.legend(loc="best", frameon=False, ncols=2)
     cosine = {"cosine": layers.attention_output_cosine}
     _curves(below, range(len(layers.key_r2)), cosine, colors=(GREEN,))
-    below.set_title("attention-output cosine (1 is exact)")
+    lowest = min(layers.attention_output_cosine)
+    _heads(below, layers.attention_output_cosine_by_head, GREEN, lowest)
+    below.set_title("attention-output cosine (1 is exact; dots: heads, lowest at the edge)")
     below.set_xlabel("target layer")
     _integer_ticks(below.xaxis)
     return figure
@@ -222,6 +231,43 @@ def _curves(
     axis.grid(visible=True)
 
 
+def _heads(axis: "Axes", rows: Sequence[Sequence[float | None]], color: str, bottom: float) -> None:
+    """A pale dot for each head of a layer; those below `bottom` lie on it."""
+    dots = [
+        (layer, max(bottom, value))
+        for layer, row in enumerate(rows)
+        for value in row
+        if value is not None
+    ]
+    if dots:
+        places, values = zip(*dots, strict=True)
+        axis.plot(places, values, ".", color=color, alpha=0.35, markersize=4, zorder=1)
+
+
+def _placement(report: Report) -> "Figure":
+    """Whether errors lie where attention reads, over target layers and heads."""
+    layers = report.layers
+    figure = _figure(6.4, 4.6)
+    axes = figure.subplots(2, 1, sharex=True)
+    keys = layers.key_error_placement, layers.key_error_placement_by_head
+    values = layers.value_error_placement, layers.value_error_placement_by_head
+    panels = (
+        ("keys, along the directions of the queries", BLUE, *keys),
+        ("values, at the tokens that are attended to", ORANGE, *values),
+    )
+    for axis, (title, color, means, heads) in zip(axes, panels, strict=True):
+        axis.axhline(1, color=DARK, linewidth=1, linestyle="--")
+        line = [math.nan if mean is None else mean for mean in means]
+        axis.plot(range(len(line)), line, color=color, marker="o", markersize=3.5)
+        _heads(axis, heads, color, -math.inf)
+        axis.set_title(f"error of {title}")
+        axis.grid(visible=True)
+    axes[-1].set_xlabel("target layer (dots: heads)")
+    figure.supylabel("error there, over the mean error", fontsize=9, color=DARK)
+    _integer_ticks(axes[-1].xaxis)
+    return figure
+
+
 def _positions(report: Report) -> "Figure":
     """Relative error of keys and values in bins of position."""
     bins = report.layers.positions
@@ -246,6 +292,36 @@ def _positions(report: Report) -> "Figure":
     axis.set_title("relative error of the map alone, mean over target layers (0 is exact)")
     axis.grid(visible=True)
     axis.legend(loc="best", frameon=False)
+    return figure
+
+
+def _exact(report: Report) -> "Figure":
+    """KL and agreement over the tokens that the target computes itself."""
+    points = report.exact
+    source = report.settings["source_alone"]
+    panels = {
+        "KL from target alone (nats; lower is better)": ([p.kl for p in points], source.kl),
+        "top-1 agreement with target alone": ([p.agreement for p in points], source.agreement),
+    }
+    figure = _figure(8.0, 3.2)
+    places = range(len(points))
+    for axis, (title, (estimates, alone)) in zip(
+        figure.subplots(1, 2), panels.items(), strict=True
+    ):
+        values = [estimate.value for estimate in estimates]
+        below = [max(0.0, estimate.value - estimate.low) for estimate in estimates]
+        above = [max(0.0, estimate.high - estimate.value) for estimate in estimates]
+        axis.errorbar(
+            places, values, yerr=[below, above], color=BLUE, marker="o", capsize=2.5, label="mapped"
+        )
+        axis.axhline(alone.value, color=GREY, linestyle="--", label="source alone")
+        # Budgets double or more, so they stand side by side and not to scale.
+        axis.set_xticks(places, [f"{p.budget}\n{100 * p.share:.3g} %" for p in points])
+        axis.set_ylim(0, 1.1 * max(1e-9, alone.value, *(estimate.high for estimate in estimates)))
+        axis.set_title(title)
+        axis.grid(visible=True)
+        axis.legend(loc="best", frameon=False)
+    figure.supxlabel("tokens that the target computes itself, and their share of the prefix")
     return figure
 
 

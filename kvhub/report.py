@@ -3,14 +3,23 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from kvhub.atomic import write_text
 from kvhub.errors import NotFoundError, VerificationError
+from kvhub.gate import GateResult
 
-__all__ = ["SETTINGS", "Estimate", "Fidelity", "PositionBin", "Report", "SettingMetrics"]
+__all__ = [
+    "SETTINGS",
+    "Estimate",
+    "ExactPoint",
+    "Fidelity",
+    "PositionBin",
+    "Report",
+    "SettingMetrics",
+]
 
 SCHEMA_VERSION = 1
 SETTINGS = ("target_alone", "source_alone", "mapped", "no_context")
@@ -66,6 +75,27 @@ class PositionBin:
 
 
 @dataclass(frozen=True)
+class ExactPoint:
+    """The mapped setting with a budget of tokens that the target computes itself.
+
+    Attributes
+    ----------
+    budget
+        In tokens per sequence; `kvhub.exact` says which they are.
+    share
+        What that is of the prefix tokens, 0 to 1.
+    nll, kl, agreement
+        As in `SettingMetrics`.
+    """
+
+    budget: int
+    share: float
+    nll: Estimate
+    kl: Estimate
+    agreement: Estimate
+
+
+@dataclass(frozen=True)
 class Fidelity:
     """How near the mapped cache is to the target's own, per target layer; the map alone.
 
@@ -91,6 +121,8 @@ class Fidelity:
         target truly pays to it, over the mean of all positions. None where there is no error.
     positions
         Error by position, in bins that double in size.
+    key_error_placement_by_head, value_error_placement_by_head
+        `[layers][kv_heads]`; empty in reports of older versions.
     """
 
     key_r2: tuple[float, ...]
@@ -102,6 +134,8 @@ class Fidelity:
     key_error_placement: tuple[float | None, ...]
     value_error_placement: tuple[float | None, ...]
     positions: tuple[PositionBin, ...]
+    key_error_placement_by_head: tuple[tuple[float | None, ...], ...] = ()
+    value_error_placement_by_head: tuple[tuple[float | None, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +164,10 @@ class Report:
         What the reader must know: why a figure is None, what was skipped.
     provenance
         Mapper, models, data, sizes, protocol and versions.
+    gate
+        The verdict on these figures, see `kvhub.gate`; None in reports of older versions.
+    exact
+        The curve of fidelity against recompute, by budget; empty unless it was asked for.
     """
 
     settings: Mapping[str, SettingMetrics]
@@ -142,6 +180,8 @@ class Report:
     layers: Fidelity
     notes: tuple[str, ...]
     provenance: Mapping[str, Any]
+    gate: GateResult | None = None
+    exact: tuple[ExactPoint, ...] = ()
 
     def __post_init__(self) -> None:
         _require_finite(asdict(self), "report")
@@ -149,6 +189,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; `from_dict` gives an equal report back."""
         data: dict[str, Any] = json.loads(json.dumps(asdict(self), allow_nan=False))
+        data["gate"] = None if self.gate is None else self.gate.to_dict()
         return {"schema_version": SCHEMA_VERSION, **data}
 
     @classmethod
@@ -179,6 +220,9 @@ class Report:
         data["attention_output_cosine"] = _read(Estimate, data["attention_output_cosine"])
         data["layers"] = _read_fidelity(data["layers"])
         data["notes"] = tuple(data["notes"])
+        gate = data.get("gate")
+        data["gate"] = None if gate is None else GateResult.from_dict(gate)
+        data["exact"] = tuple(_read_exact(point) for point in data.get("exact", ()))
         return cls(**data)
 
     def save(self, path: str | Path) -> None:
@@ -217,11 +261,13 @@ class Report:
 
 def _require_keys(cls: type, data: Any) -> None:
     expected = {field.name for field in fields(cls)}
+    # What has a default was added later, and older reports lack it.
+    required = {field.name for field in fields(cls) if field.default is MISSING}
     found = set(data) if isinstance(data, dict) else set()
-    if found != expected:
+    if not required <= found <= expected:
         raise VerificationError(
             f"{cls.__name__} of the report: unknown keys {sorted(found - expected)}, missing keys "
-            f"{sorted(expected - found)}.",
+            f"{sorted(required - found)}.",
             "Upgrade kvhub, or evaluate the mapper again.",
         )
 
@@ -234,6 +280,12 @@ def _read(cls: type, data: Any) -> Any:
 def _read_setting(data: Any) -> SettingMetrics:
     _require_keys(SettingMetrics, data)
     return SettingMetrics(**{name: _read(Estimate, value) for name, value in data.items()})
+
+
+def _read_exact(data: Any) -> ExactPoint:
+    _require_keys(ExactPoint, data)
+    figures = {name: _read(Estimate, data[name]) for name in ("nll", "kl", "agreement")}
+    return ExactPoint(**{**data, **figures})
 
 
 def _read_fidelity(data: Any) -> Fidelity:

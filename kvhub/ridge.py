@@ -8,6 +8,7 @@ solution, not an approximation of it.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,7 +24,15 @@ from kvhub.stats import Statistics
 if TYPE_CHECKING:
     from kvhub.selection import Selection
 
-__all__ = ["LambdaScale", "fit", "penalty", "regress", "require_rows", "solve_ridge"]
+__all__ = [
+    "LambdaScale",
+    "fit",
+    "penalty",
+    "regress",
+    "require_rows",
+    "solve_ridge",
+    "with_held_out_r2",
+]
 
 LambdaScale = Literal["relative", "per_token", "absolute"]
 COMFORTABLE_ROWS = 10  # rows per feature below which a fit is worth a warning
@@ -187,16 +196,14 @@ def fit(
                     "Check the calibration statistics and raise ridge_lambda.",
                 )
             held_out = statistics.block("held_out", kind, source_layers, layer)
-            residual = held_out.residual_square(weights, bias).sum()
-            r2[kind].append(float(1 - residual / held_out.target_square.sum().clamp(min=1e-300)))
+            r2[kind].append(_r2(held_out, weights, bias))
             tensors.setdefault(f"{kind[:-1]}_weight", []).append(weights.to(dtype))
             tensors.setdefault(f"{kind[:-1]}_bias", []).append(bias.to(dtype))
             if progress is not None:
                 progress(2 * layer + done + 1, 2 * target.num_layers)
 
     quality: dict[str, Any] = {
-        "held_out_r2": {kind: sum(values) / len(values) for kind, values in r2.items()},
-        "held_out_r2_per_layer": r2,
+        **_r2_figures(r2),
         "held_out_tokens": statistics.held_out["keys"].tokens,
         "comfortable_rows": comfortable,
         "selection_scores": selection.scores,
@@ -221,3 +228,33 @@ def fit(
         quality=quality,
     )
     return KVMapper(config, {name: torch.stack(parts) for name, parts in tensors.items()})
+
+
+def with_held_out_r2(mapper: KVMapper, statistics: Statistics) -> KVMapper:
+    """The mapper with the held-out R2 of its weights as they are, whatever they were fitted to.
+
+    `statistics` are of the mapper's own heads.
+    """
+    r2: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    tensors = mapper.tensors()
+    for layer, source_layers in enumerate(mapper.config.selection):
+        for kind in KINDS:
+            block = statistics.block("held_out", kind, list(source_layers), layer)
+            weights, bias = (
+                tensors[f"{kind[:-1]}_{part}"][layer].double() for part in ("weight", "bias")
+            )
+            r2[kind].append(_r2(block, weights, bias))
+    quality = {**mapper.config.quality, **_r2_figures(r2)}
+    return KVMapper(replace(mapper.config, quality=quality), tensors)
+
+
+def _r2(held_out: Block, weights: Tensor, bias: Tensor) -> float:
+    residual = held_out.residual_square(weights, bias).sum()
+    return float(1 - residual / held_out.target_square.sum().clamp(min=1e-300))
+
+
+def _r2_figures(r2: dict[str, list[float]]) -> dict[str, Any]:
+    return {
+        "held_out_r2": {kind: sum(values) / len(values) for kind, values in r2.items()},
+        "held_out_r2_per_layer": r2,
+    }

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kvhub.comparison import Comparison, Timing
     from kvhub.compatibility import Decision
     from kvhub.estimates import Estimate as PairEstimate
+    from kvhub.gate import GateResult
     from kvhub.mapper import KVMapper
     from kvhub.recipe import Recipe
     from kvhub.report import Estimate, Report
@@ -100,6 +101,10 @@ def show_fit(name: str, mapper: "KVMapper") -> None:
         ("target layer ", "source layers", "held-out R2 keys ", "values "),
         [*rows, ("mean", "", f"{r2['keys']:.3f}", f"{r2['values']:.3f}")],
     )
+    for kind, errors in quality.get("alignment", {}).items():
+        before, after = (sum(parts) / len(errors) for parts in zip(*errors, strict=True))
+        what = "keys, weighted" if kind == "keys" else "what is read of the values"
+        say(f"Aligned: held-out error of {what}: {before:.3f} before, {after:.3f} after.")
 
 
 def show_timings(
@@ -187,8 +192,41 @@ def show_report(name: str, report: "Report") -> None:
             ("held-out R2 of values", f"{report.value_r2:.3f}"),
         ],
     )
+    if report.gate is not None:
+        _show_gate(report.gate)
+    if report.exact:
+        table(
+            "Mapped, by how many tokens the target computes itself",
+            ("tokens ", "of the prefix ", "NLL, nats ", "KL to target ", "agreement "),
+            [
+                (
+                    point.budget,
+                    f"{100 * point.share:.1f} %",
+                    *(_interval(part) for part in (point.nll, point.kl, point.agreement)),
+                )
+                for point in report.exact
+            ],
+        )
     for note in report.notes:
         say(f"Note: {note}")
+
+
+def _show_gate(gate: "GateResult") -> None:
+    table(
+        f"Gate: {'met' if gate.passed else 'not met'}; the worse end of an interval counts",
+        ("", "value ", "counts ", "threshold ", "", "why"),
+        [
+            (
+                c.name.replace("_", " "),
+                f"{c.value:.3f}",
+                f"{c.bound:.3f}",
+                f"{'at most' if c.upper else 'at least'} {c.threshold:g}",
+                "pass" if c.passed else "FAIL",
+                c.reason,
+            )
+            for c in gate.criteria
+        ],
+    )
 
 
 def _interval(estimate: "Estimate | None") -> str:
@@ -199,7 +237,11 @@ def _interval(estimate: "Estimate | None") -> str:
 
 def show_comparison(comparison: "Comparison", texts: dict[str, str]) -> None:
     """Three continuations side by side, and what each cost."""
-    labels = {"target": "target alone", "mapped": "mapped hand-off", "source": "source alone"}
+    decision = comparison.decision
+    handed = "mapped hand-off" if decision is None or decision.mapped else "hand-off, read again"
+    labels = {"target": "target alone", "mapped": handed, "source": "source alone"}
+    if decision is not None:
+        say(f"{'Mapped' if decision.mapped else 'Read again'}: {decision.reason}.")
     table("", tuple(labels.values()), [[texts[way].strip("\n") for way in labels]])
     table(
         f"{comparison.prompt_tokens} prompt tokens",
@@ -224,6 +266,8 @@ def show_config(path: str, config: dict[str, Any]) -> None:
         rows.append((key, source["rope"][key], target["rope"][key]))
     table(path, ("", "source", "target"), rows)
     r2 = config["quality"]["held_out_r2"]
+    ridge = dict(config["ridge"])
+    alignment = ridge.pop("alignment", None)
     table(
         "",
         ("", "value"),
@@ -231,8 +275,10 @@ def show_config(path: str, config: dict[str, Any]) -> None:
             ("heads", config["heads"]),
             ("top_k", config["top_k"]),
             ("selection", config["selection_method"]),
-            ("ridge", ", ".join(f"{key} {value}" for key, value in config["ridge"].items())),
+            ("ridge", ", ".join(f"{key} {value}" for key, value in ridge.items())),
+            ("aligned", "no" if alignment is None else "to the attention output"),
             ("weighting", config["weighting"]),
+            *((f"networks: {key}", value) for key, value in config.get("repair", {}).items()),
             ("dtype", config["dtype"]),
             ("held-out R2", f"keys {r2['keys']:.3f}, values {r2['values']:.3f}"),
             *((key, value) for key, value in config["calibration"].items()),

@@ -221,7 +221,8 @@ def test_sensitivity_equals_a_dense_reference_whatever_the_chunks(states, monkey
     head = torch.arange(6) // 3
     outputs = weights @ values.double()[:, head]
     distances = (values.double()[:, head, None] - outputs[:, :, :, None]).square().sum(-1)
-    expected = [(weights**2 * distances), weights**2]
+    query_norms = queries.double().square().sum(-1)[..., None]
+    expected = [(weights**2 * distances * query_norms), weights**2]
     expected = [part.reshape(3, 2, 3, 5, 9).sum((2, 3)) for part in expected]
     for budget in (1, 2**24):
         monkeypatch.setattr(attention, "MAX_WEIGHTS", budget)
@@ -251,5 +252,8 @@ def test_sensitivity_predicts_how_far_a_small_error_moves_the_output(states):
     moved[:, :, token] += step / (0.3 * queries.shape[-1])
     change = (outputs(moved, values) - outputs(keys, values)) / step
     torch.testing.assert_close(
-        change.square().sum((2, 3, 4)), for_keys[..., token], rtol=1e-3, atol=1e-6
+        change.square().sum((2, 3, 4)),
+        for_keys[..., token] / queries.shape[-1],
+        rtol=1e-3,
+        atol=1e-6,
     )

@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 from kvhub import KVMapper, ModelSpec
 from kvhub.cli import app
+from kvhub.gate import Gate, check_gate
 from kvhub.package import Manifest
 from kvhub.report import SETTINGS, Estimate, Fidelity, Report, SettingMetrics
 from kvhub.store import mapper_path
@@ -304,6 +305,16 @@ def test_the_compatibility_table_says_what_the_config_says():
     assert rows["tokenizer (sha256)"] == ["0" * 64] * 2
 
 
+def test_the_gate_is_shown_with_its_reasons():
+    report = make_report()
+    assert "Quality gate" not in render(report=report)
+    result = check_gate(Report.from_dict(report), Gate(min_key_r2=0.9))
+    card = render(report={**report, "gate": result.to_dict()})
+    assert "Quality gate: **not met**" in card
+    assert "| key r2 | 0.812 | at least 0.9 | **no** | Keys far worse than a constant" in card
+    assert "at most 1" in card
+
+
 def test_the_figures_are_those_of_the_report():
     report = make_report()
 
@@ -359,7 +370,8 @@ def captured(monkeypatch, function, command):
             "selection_method": "greedy",
             "weighting": "attention",
             "dtype": "bfloat16",
-            "ridge": {"lambda": 1.5e-07, "scale": "per_token", "tokens": 9, "features": 8},
+            "ridge": {"lambda": 1.5e-07, "scale": "per_token", "tokens": 9, "features": 8}
+            | {"alignment": {"lambdas": [0.1]}},
             "source_model_id": "examples/a b/small",
             "source_revision": None,
         },
@@ -379,6 +391,7 @@ def test_the_command_makes_a_mapper_of_this_config(monkeypatch, calibration, dat
         "selection_method": plan.selection,
         "lambda": plan.ridge_lambda,
         "scale": plan.lambda_scale,
+        "align": plan.align,
     } == {
         "name": "mine",
         "source": config["source"]["model_id"],
@@ -388,9 +401,10 @@ def test_the_command_makes_a_mapper_of_this_config(monkeypatch, calibration, dat
         **{key: config[key] for key in ("top_k", "heads", "weighting", "dtype")},
         "selection_method": config["selection_method"],
         **{key: config["ridge"][key] for key in ("lambda", "scale")},
+        "align": "alignment" in config["ridge"],
     }
     # Nothing is left to a default, which may change.
-    assert len(plan.explicit) == 13
+    assert len(plan.explicit) == 14
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvhub import KVMapper, Statistics, cli
+from kvhub.gate import Gate
+from kvhub.package import save
 from kvhub.roofline import DEVICES
 from kvhub.store import home, mapper_names, mapper_path
 
@@ -101,7 +103,7 @@ def test_the_whole_life_of_a_mapper(kvhub, pair, tmp_path):
     }
     package = mapper_path("mine")
     assert json.loads((package / "report.json").read_text()) == report.json
-    assert len(list((package / "plots").glob("*.png"))) == 4
+    assert len(list((package / "plots").glob("*.png"))) == 5
     assert "target alone" in (package / "README.md").read_text()
     for name, tensor in KVMapper.from_pretrained("mine").tensors().items():
         assert torch.equal(tensor, tensors[name])
@@ -115,10 +117,47 @@ def test_the_whole_life_of_a_mapper(kvhub, pair, tmp_path):
     assert handed.code == 0, handed.err
     assert len(handed.json["mapped"]["output_ids"]) == 5
     assert set(handed.json["texts"]) == {"target", "mapped", "source"}
+    handoff = ("handoff", "mine", "--prompt-file", prompt, "--max-new-tokens", "5", "--json")
+    exact = kvhub(*handoff, "--exact-budget", "1000").json
+    assert exact["mapped"]["output_ids"] == exact["target"]["output_ids"]
+    curve = kvhub("evaluate", "mine", "--sequences", "4", "--exact-curve")
+    assert curve.code == 0, curve.err
+    assert "how many tokens the target computes itself" in curve.out
+    points = json.loads((package / "report.json").read_text())["exact"]
+    assert [point["budget"] for point in points] == [0, 1, 4, 16, 64]
+    assert points[-1]["kl"]["value"] == pytest.approx(0, abs=1e-6)
+    assert (package / "plots" / "exact.png").is_file()
     timings = kvhub("bench", "mine", "--lengths", "16,32", "--repeats", "1", "--json").json
     assert [timing["tokens"] for timing in timings["timings"]] == [16, 32]
     predicted = {(p["device"], p["tokens"]): p["gain"] for p in timings["predictions"]}
     assert set(predicted) == {(device.name, tokens) for device in DEVICES for tokens in (16, 32)}
+
+
+def test_a_mapper_below_its_gate_exits_9_and_is_not_used(kvhub, pair, monkeypatch):
+    assert kvhub(*fit_arguments(pair)).code == 0
+    prompt = ("--prompt", "import os, sys\n" * 20, "--max-new-tokens", "4", "--json")
+    assert_refused(kvhub("handoff", "mine", *prompt, "--policy", "gate"), 3, "no report")
+    mapper = KVMapper.from_pretrained("mine")
+    mapper.key_weight.mul_(-5)
+    save(mapper, mapper_path("mine"), overwrite=True)
+    evaluate = ("evaluate", "mine", "--sequences", "3", "--length", "48")
+    failed = kvhub(*evaluate, "--gate", "--json")
+    assert_refused(failed, 9, "does not meet its gate: .*key_r2")
+    assert failed.json["gate"]["passed"] is False
+    written = json.loads((mapper_path("mine") / "report.json").read_text())
+    assert written == failed.json
+    assert "Quality gate: **not met**" in (mapper_path("mine") / "README.md").read_text()
+    shown = kvhub(*evaluate)
+    assert shown.code == 0
+    assert "FAIL" in shown.out
+    handed = kvhub("handoff", "mine", *prompt, "--policy", "gate").json
+    assert handed["decision"]["mapped"] is False
+    assert handed["mapped"]["output_ids"] == handed["target"]["output_ids"]
+    monkeypatch.setattr("kvhub.gate.Gate", lambda: Gate(1e9, -1e9, -1.0, -1e9))
+    assert kvhub(*evaluate, "--gate").code == 0
+    probed = kvhub("handoff", "mine", *prompt, "--policy", "probe").json["decision"]
+    assert probed["excess"] is not None
+    assert probed["mapped"] is (probed["excess"] <= 0.05)
 
 
 def test_a_refit_refuses_settings_that_the_statistics_do_not_have(kvhub, pair, tmp_path):
@@ -346,7 +385,7 @@ def test_faults_of_ours_are_one_line_unless_debugging(kvhub, monkeypatch):
 def test_every_command_shows_an_example(kvhub):
     listing = kvhub("--help").out
     commands = re.findall(r"^  ([a-z]+)  ", listing.split("Commands:")[1], re.MULTILINE)
-    assert len(commands) == 20
+    assert len(commands) == 22
     for command in commands:
         assert f"Example: kvhub {command}" in " ".join(kvhub(command, "--help").out.split())
 

@@ -194,6 +194,30 @@ def test_padding_and_batching_change_nothing(pair):
     assert numbers(whole.to_dict()) == pytest.approx(numbers(alone.to_dict()), abs=1e-9)
 
 
+def test_the_exact_curve_runs_from_the_map_alone_to_the_target_itself(pair):
+    source, target, mapper = pair
+    batches = [padded(random_ids(4, 24), [17, 24, 20, 17])]
+    plain, bare = (
+        evaluate(mapper, source, target, batches, exact_prefix=n).settings["mapped"] for n in (4, 0)
+    )
+    report = evaluate(mapper, source, target, batches, exact_budgets=(8, 0, 4, 100))
+    assert report.settings["mapped"] == plain
+    curve = {point.budget: point for point in report.exact}
+    assert list(curve) == [0, 4, 8, 100]
+    assert curve[0].kl.value == pytest.approx(bare.kl.value, abs=1e-9)
+    assert curve[0].nll.value == pytest.approx(bare.nll.value, abs=1e-9)
+    assert curve[4].kl.value == pytest.approx(plain.kl.value, abs=1e-9)
+    assert curve[4].agreement == plain.agreement
+    assert curve[8].kl.value < curve[4].kl.value
+    alone = report.settings["target_alone"]
+    assert curve[100].kl.value == pytest.approx(0, abs=1e-9)
+    assert curve[100].nll.value == pytest.approx(alone.nll.value, abs=1e-9)
+    assert curve[100].agreement.value == 1
+    prefixes = [12, 18, 15, 12]
+    assert curve[8].share == 4 * 8 / sum(prefixes)
+    assert curve[100].share == 1
+
+
 def test_short_sequences_are_left_out_and_counted(pair):
     source, target, mapper = pair
     ids = random_ids(3, 24)
@@ -249,7 +273,13 @@ def test_a_multimodal_target_with_another_geometry_is_evaluated():
 
 
 @pytest.mark.parametrize(
-    "options", [{"prefix_fraction": 0.0}, {"prefix_fraction": 1.0}, {"exact_prefix": -1}]
+    "options",
+    [
+        {"prefix_fraction": 0.0},
+        {"prefix_fraction": 1.0},
+        {"exact_prefix": -1},
+        {"exact_budgets": (4, -1)},
+    ],
 )
 def test_parameters_out_of_range_are_refused(pair, options):
     source, target, mapper = pair

@@ -1,6 +1,7 @@
 """The example scripts run as they stand, on the embedded pair."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,9 @@ def test_fit_and_save_then_load_and_hand_off(tmp_path):
     handed_off = run("02_load_and_hand_off.py", tmp_path / "mine")
     assert "mapped hand-off" in handed_off
     assert len(handed_off.split("--- the target after reading everything again")[1]) > 20
+    talked = run("04_conversation.py", tmp_path / "mine")
+    assert len(re.findall(r"^--- (small|large): ", talked, re.MULTILINE)) == 5
+    assert re.search(r"tokens    4 to +\d+: mapped from the small one", talked)
 
 
 def test_export(tmp_path):

@@ -128,7 +128,14 @@ def test_placement_equals_its_definition_with_singular_vectors(measured):
                     positions = error.square().sum(-1)
                     sums[1, 0, head] += (paid * positions).sum() / paid.sum()
                     sums[1, 1, head] += positions.mean()
-        expected = (sums[:, 0] / sums[:, 1]).mean(-1)
+        by_head = sums[:, 0] / sums[:, 1]
+        for row, found in zip(
+            by_head,
+            (fidelity.key_error_placement_by_head, fidelity.value_error_placement_by_head),
+            strict=True,
+        ):
+            assert found[layer] == pytest.approx(row.tolist(), rel=1e-6)
+        expected = by_head.mean(-1)
         assert fidelity.key_error_placement[layer] == pytest.approx(float(expected[0]), rel=1e-6)
         assert fidelity.value_error_placement[layer] == pytest.approx(float(expected[1]))
 
@@ -192,6 +199,7 @@ def test_an_exact_map_has_no_error_and_no_placement(spec):
     fidelity = meter.result()
     assert fidelity.key_r2 == fidelity.value_r2 == (1.0, 1.0)
     assert fidelity.key_error_placement == fidelity.value_error_placement == (None, None)
+    assert fidelity.key_error_placement_by_head == ((None,) * KV_HEADS,) * LAYERS
     assert all(part.key_error == part.value_error == 0 for part in fidelity.positions)
 
 

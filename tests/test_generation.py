@@ -8,6 +8,7 @@ from tiny import tiny_model
 from kvhub import handoff
 from kvhub.cache import cache_of, prefill
 from kvhub.errors import IncompatiblePairError, UsageError, VerificationError
+from kvhub.exact import choose_exact, predicted_damage
 from kvhub.generation import generate_from, prefill_mapped
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -121,6 +122,40 @@ def test_the_target_cache_has_the_targets_dtype(model, other):
     wide = tiny_model("qwen3", 3, dtype=torch.float64)
     found = prefill_mapped(random_mapper(other, model), other, wide, prompt(), exact_prefix=0)
     assert found.layers[0].keys.dtype == torch.float64
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_budget_for_the_whole_prompt_gives_native_generation(model, other, padded):
+    """With the worst of maps; a budget of nothing shows that it is one."""
+    ids = prompt(2)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :5] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 12, **GREEDY}
+    mapper = random_mapper(other, model)
+    # The exact prefix of 4 reaches behind the padding of the shortest row, the rest is chosen.
+    found = handoff(mapper, other, model, ids, exact_budget=11, exact_suffix=2, **options)
+    assert torch.equal(found, native(model, ids, mask))
+    found = handoff(mapper, other, model, ids, exact_budget=0, exact_suffix=2, **options)
+    assert not torch.equal(found, native(model, ids, mask))
+
+
+def test_a_budget_chooses_the_tokens_itself(model, other):
+    ids = prompt()
+    mapper = random_mapper(other, model)
+    given = cache_of(prefill(other, ids[:, :4]))
+    with pytest.raises(UsageError, match="neither with a policy nor with a source cache"):
+        handoff(mapper, other, model, ids, exact_budget=6, source_cache=given)
+    damage, source_cache = predicted_damage(other, ids[:, :-1])
+    regions = choose_exact(damage, 7)
+    cache = prefill_mapped(
+        mapper, other, model, ids, exact_positions=regions.positions, source_cache=source_cache
+    )
+    expected = generate_from(model, ids, cache, max_new_tokens=8, **GREEDY)
+    found = handoff(mapper, other, model, ids, exact_budget=7, max_new_tokens=8, **GREEDY)
+    assert torch.equal(found, expected)
+    short = handoff(mapper, other, model, ids[:, :1], exact_budget=7, max_new_tokens=8, **GREEDY)
+    assert torch.equal(short, native(model, ids[:, :1])[:, :9])
 
 
 def test_a_cache_as_long_as_the_prompt_is_refused(model):

@@ -22,25 +22,41 @@ ROOT = Path(__file__).parents[1]
 # A folder stands for all of its files.
 LAYERS = [
     [
-        *("architectures", "atomic", "bootstrap", "configs", "errors", "hub_cache", "hub_client"),
-        *("hub_errors", "library", "report", "rope", "spec", "tokenization", "versions"),
+        *("architectures", "atomic", "bootstrap", "configs", "errors", "gate", "hub_cache"),
+        "hub_client",
+        *("hub_errors", "library", "report", "rope", "spans", "spec", "tokenization", "versions"),
     ],
     [
         *("attention", "cache", "compatibility", "continuations", "corpus", "data", "estimates"),
-        *("mapper_config", "models", "probe", "products", "recipe", "roofline"),
+        *("mapper_config", "models", "networks", "probe", "products", "recipe", "roofline"),
     ],
     ["hub", "hub_download", "mapper", "moments", "package", "stats", "store"],
-    ["calibration", "generation", "ridge", "selection"],
+    [
+        *("calibration", "conversation", "exact", "generation", "policy", "prior", "recompute"),
+        *("ridge", "selection"),
+    ],
     [
         *("cards", "comparison", "difference", "evaluation", "fidelity", "fitting", "lockfile"),
         *("lm_eval_adapter", "lm_eval_tasks", "metrics", "pairs", "pipeline", "plots"),
-        *("publishing", "release", "remote", "signing", "status"),
+        *(
+            "alignment",
+            "alignment_rows",
+            "alignment_state",
+            "mlp",
+            "mlp_training",
+            "publishing",
+            "refitting",
+            "release",
+            "remote",
+            "repairing",
+        ),
+        *("signing", "status"),
     ],
     ["exporters"],
     ["console"],
     ["artifact_tables", "tables"],
     ["cli_options"],
-    ["cli_export", "cli_mappers", "cli_models"],
+    ["cli_export", "cli_mappers", "cli_models", "cli_refit", "cli_repair"],
     ["cli"],
     ["__main__"],
 ]
@@ -58,7 +74,10 @@ NEVER = {
 # Third-party packages that only these may import.
 ONLY_IN = {
     "rich": {"console"},
-    "typer": {"cli", "cli_export", "cli_mappers", "cli_models", "cli_options"},
+    "typer": {
+        *("cli", "cli_export", "cli_mappers", "cli_models", "cli_options", "cli_refit"),
+        "cli_repair",
+    },
     "huggingface_hub": {
         *("cards", "configs", "corpus", "hub", "hub_cache", "hub_client", "hub_download"),
         *("hub_errors", "models", "package", "publishing", "remote", "spec"),
@@ -80,7 +99,7 @@ ONLY_IN = {
 # Loaded by every command, or needed to look at a pair: neither torch nor transformers.
 LIGHT = [
     *("", ".cli", ".console", ".errors", ".spec", ".fitting", ".pipeline", ".recipe", ".store"),
-    *(".hub", ".lockfile", ".publishing", ".status", ".versions"),
+    *(".hub", ".lockfile", ".publishing", ".refitting", ".repairing", ".status", ".versions"),
 ]
 
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}

@@ -353,6 +353,6 @@ def test_a_source_does_not_load(rank):
 def test_a_gpu_without_the_kernels_is_noted():
     """They do not take float32; the map is then as right and slower, which somebody must see."""
     status = Status()
-    plan = SimpleNamespace(key_weight=SimpleNamespace(is_cuda=True), dtype=torch.float32)
+    plan = SimpleNamespace(key_weight=SimpleNamespace(is_cuda=True), dtype=torch.float32, repair={})
     assert _kernels(plan, 2**20, status) is None
     assert status.counters["error: kernels"] == 1

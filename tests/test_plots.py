@@ -9,9 +9,23 @@ from regression import spec
 from kvhub import MapperConfig
 from kvhub.errors import UsageError
 from kvhub.plots import draw_plots, save_plots
-from kvhub.report import SETTINGS, Estimate, Fidelity, PositionBin, Report, SettingMetrics
+from kvhub.report import (
+    SETTINGS,
+    Estimate,
+    ExactPoint,
+    Fidelity,
+    PositionBin,
+    Report,
+    SettingMetrics,
+)
 
-NAMES = ["error_by_position.png", "fidelity_per_layer.png", "layer_selection.png", "settings.png"]
+NAMES = [
+    "error_by_position.png",
+    "error_placement.png",
+    "fidelity_per_layer.png",
+    "layer_selection.png",
+    "settings.png",
+]
 
 
 def config_of(source_layers, target_layers, top_k, name="model"):
@@ -48,6 +62,8 @@ def report_of(layers, bins=5, worst=0.2):
         layers=Fidelity(
             *(curve, curve, heads, heads, tuple(0.9 for _ in curve), heads, curve, curve),
             positions=tuple(PositionBin(start, stop, 0.1, 0.2) for start, stop in pairwise(starts)),
+            key_error_placement_by_head=heads,
+            value_error_placement_by_head=tuple((None, value) for value in curve),
         ),
         notes=(),
         provenance={},
@@ -83,6 +99,22 @@ def test_every_figure_is_drawn_for_small_and_large_pairs(
         assert 300 <= height <= 1250
 
 
+def test_the_exact_curve_is_drawn_where_there_is_one(plots):
+    def curve(*budgets):
+        figures = [Estimate(0.3, 0.2, 0.4)] * 3
+        return tuple(ExactPoint(budget, budget / 3072, *figures) for budget in budgets)
+
+    report, config = report_of(2), config_of(3, 2, 2)
+    found = draw_plots(replace(report, exact=curve(0, 1, 4, 16, 64)), config)
+    assert sorted(found) == sorted([*NAMES, "exact.png"])
+    assert {name: found[name] for name in NAMES} == plots
+    other = draw_plots(replace(report, exact=curve(7)), config)
+    assert other["exact.png"] != found["exact.png"]
+    width, height = size(found["exact.png"])
+    assert 550 <= width <= 1250
+    assert 300 <= height <= 1250
+
+
 def test_files_are_written_and_replaced(tmp_path):
     report, config = report_of(2), config_of(3, 2, 2)
     folder = tmp_path / "new" / "plots"
@@ -107,6 +139,7 @@ def test_figures_show_what_changes_and_nothing_else(plots):
     assert changed(report, config) == ["error_by_position.png", "settings.png"]
     config = replace(config, selection=((0, 2), (0, 1)))
     assert changed(report_of(2, worst=0.3), config) == [
+        "error_placement.png",
         "fidelity_per_layer.png",
         "layer_selection.png",
     ]

@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 
 from kvhub.errors import NotFoundError, VerificationError
-from kvhub.report import SETTINGS, Estimate, Fidelity, PositionBin, Report, SettingMetrics
+from kvhub.report import (
+    SETTINGS,
+    Estimate,
+    ExactPoint,
+    Fidelity,
+    PositionBin,
+    Report,
+    SettingMetrics,
+)
 
 
 def estimate(value):
@@ -55,6 +63,22 @@ def test_the_dict_is_plain_json(report):
         {"value": 0.32, "low": 0.27, "high": 0.37}
     )
     assert data["floor_normalized_retention"] is None
+
+
+def test_the_exact_curve_survives_and_reports_without_one_still_load(report):
+    points = tuple(
+        ExactPoint(budget, budget / 192, *(estimate(0.1 / (1 + budget)) for _ in range(3)))
+        for budget in (0, 4, 64)
+    )
+    longer = replace(report, exact=points)
+    assert Report.from_dict(json.loads(json.dumps(longer.to_dict()))) == longer
+    older = longer.to_dict()
+    del older["exact"]
+    assert Report.from_dict(older) == report
+    damaged = longer.to_dict()
+    del damaged["exact"][1]["kl"]
+    with pytest.raises(VerificationError, match=r"missing keys \['kl'\]"):
+        Report.from_dict(damaged)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
