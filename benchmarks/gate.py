@@ -325,7 +325,7 @@ def draw(cases: list[Case], path: Path) -> None:
     left.set_ylabel("NLL of hand-offs over source alone, nats per token")
     left.set_title("gate: one point per mapper and kind of text", fontsize=10)
     right.axvline(MAX_EXCESS, color="black", linestyle=":")
-    right.set_xlabel(f"probe: excess on the prompt's last {PROBE_TOKENS} tokens, nats per token")
+    right.set_xlabel(f"probe: excess on the last {PROBE_TOKENS} tokens, nats per token")
     right.set_title("probe: one point per prompt", fontsize=10)
     for axis in (left, right):
         axis.axhline(0, color="black", linewidth=0.8)
