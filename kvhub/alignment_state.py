@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from kvhub.atomic import new_file
-from kvhub.errors import ConflictError, VerificationError
+from kvhub.errors import ConflictError
 from kvhub.mapper import KVMapper
+from kvhub.tensor_file import read_tensor_file, write_tensor_file
 
 __all__ = ["AlignmentState"]
 
@@ -48,14 +46,7 @@ class AlignmentState:
         VerificationError
             It is not a whole file.
         """
-        try:
-            with safe_open(path, framework="pt") as file:
-                header = json.loads((file.metadata() or {}).get("kvhub", "{}"))
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, json.JSONDecodeError) as error:
-            raise VerificationError(
-                f"{path} is not a whole safetensors file: {error}.", "Delete it to start over."
-            ) from error
+        tensors, header = read_tensor_file(path, "Delete it to start over.")
         if header.get("mapper") != _digest(mapper):
             raise ConflictError(
                 f"{path} belongs to the alignment of another mapper.", "Delete it to start over."
@@ -65,8 +56,7 @@ class AlignmentState:
     def save(self, path: Path, mapper: KVMapper) -> None:
         """Write one safetensors file, atomically; `mapper` is what the alignment started from."""
         header = {"mapper": _digest(mapper), "errors": self.errors}
-        with new_file(path) as temporary:
-            save_file(self.tensors, temporary, metadata={"kvhub": json.dumps(header)})
+        write_tensor_file(path, self.tensors, header)
 
 
 def _items(mapper: KVMapper) -> list[tuple[str, Tensor]]:

@@ -1,18 +1,14 @@
 """Sufficient statistics of a calibration: all that selection and ridge ever need, in one file."""
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-
-from kvhub.atomic import new_file
 from kvhub.compatibility import Heads
 from kvhub.errors import IncompatiblePairError, NotFoundError, VerificationError
 from kvhub.moments import KINDS, TENSORS, Block, Moments
 from kvhub.spec import ModelSpec
+from kvhub.tensor_file import read_tensor_file, write_tensor_file
 
 __all__ = ["Statistics"]
 
@@ -139,8 +135,7 @@ class Statistics:
             "tokens": tokens,
             "provenance": self.provenance,
         }
-        with new_file(Path(path)) as temporary:
-            save_file(tensors, temporary, metadata={"format": "pt", "kvhub": json.dumps(header)})
+        write_tensor_file(Path(path), tensors, header)
 
     @classmethod
     def load(cls, path: str | Path) -> "Statistics":
@@ -158,14 +153,7 @@ class Statistics:
             raise NotFoundError(
                 f"No statistics file {path}.", "Write one with `kvhub fit NAME --statistics FILE`."
             )
-        try:
-            with safe_open(path, framework="pt") as file:
-                header = json.loads((file.metadata() or {}).get("kvhub", "{}"))
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, json.JSONDecodeError) as error:
-            raise VerificationError(
-                f"{path} is not a whole safetensors file: {error}.", "Calibrate again."
-            ) from error
+        tensors, header = read_tensor_file(path, "Calibrate again.")
         if header.get("format") != FORMAT:
             raise VerificationError(
                 f"{path} is not a statistics file: expected format {FORMAT!r}, found "

@@ -10,7 +10,7 @@ from kvhub import ModelSpec, calibrate, fit, select_layers
 from kvhub.alignment import align, fit_keys, fit_values
 from kvhub.alignment_rows import Layer, key_rows, map_layer, value_rows
 from kvhub.data import TokenBatch
-from kvhub.errors import ConflictError, IncompatiblePairError, UsageError
+from kvhub.errors import ConflictError, IncompatiblePairError, UsageError, VerificationError
 from kvhub.moments import Block, Moments
 from kvhub.rope import apply_rope
 
@@ -280,6 +280,9 @@ def test_an_interrupted_alignment_goes_on(plain, source, target, tmp_path):
         assert torch.equal(resumed.tensors()[name], tensor)
     with pytest.raises(ConflictError, match="another mapper"):
         aligned(plain["all"], source, target, checkpoint=path)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(VerificationError, match="not a whole safetensors file"):
+        aligned(plain["matched"], source, target, checkpoint=path)
 
 
 def test_what_cannot_be_aligned_is_refused(plain, source, target):

@@ -29,6 +29,7 @@ LAYERS = [
     [
         *("attention", "cache", "compatibility", "continuations", "corpus", "data", "estimates"),
         *("mapper_config", "models", "networks", "probe", "products", "recipe", "roofline"),
+        "tensor_file",
     ],
     ["hub", "hub_download", "mapper", "moments", "package", "stats", "store"],
     [
