@@ -6,7 +6,7 @@ For each pair one calibration, and from it:
 
     published        all heads, every token alike, layers by the in-sample probe
     not aligned      kvhub's, with layers by the held-out probe: all heads, and matched
-    aligned          kvhub's default: the same, fitted to the attention output
+    aligned          the same, fitted to the attention output (kvhub fit --align)
 
 scored on held-out text beside the source alone, with the tokens that the target computes itself:
 none (as published), the sink (a hand-off's default), and a budget of 32. Intervals are 95 % over

@@ -6,7 +6,9 @@ so a second and a third pass over text fit, still in closed form and at the same
 1. the keys, each token weighted by how far an error in its key moves the attention output;
 2. the values, so that what the target reads with the new keys in place is what it would have read.
 
-`kvhub.alignment_rows` has the equations. Every regression chooses its penalty on held-out
+The first tokens, the sink, are taken for exact there: a hand-off computes them itself. Where they
+are mapped as well, as engines do, an aligned mapper is worse than a plain one, so it is not for
+them. `kvhub.alignment_rows` has the equations. Every regression chooses its penalty on held-out
 sequences, and keeps the weights that it started from where none is better there.
 """
 

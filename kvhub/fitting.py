@@ -37,7 +37,7 @@ class FitPlan:
     lambda_scale: "LambdaScale" = "relative"
     weighting: Literal["uniform", "attention"] = "uniform"
     selection: Literal["probe", "greedy"] = "probe"
-    align: bool = True  # to the attention output; where statistics are given, only if asked for
+    align: bool = False  # to the attention output, for hand-offs with an exact sink
     data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
     sequences: int = 500
     length: int = 1024
@@ -76,13 +76,12 @@ def fit_mapper(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "KVMa
     from kvhub.selection import require_top_k, select_layers
 
     require_top_k(plan.top_k, source.num_layers)
-    reading, align = None, plan.align
+    reading = None
     if plan.statistics is not None and plan.statistics.exists():
         statistics = _read_statistics(plan, source, target)
-        align = align and "align" in plan.explicit
         say(
             f"Using the statistics in {plan.statistics}"
-            + ("." if align else "; no model is loaded, and nothing is aligned (--align does).")
+            + ("." if plan.align else "; no model is loaded.")
         )
     else:
         reading = _Reading.open(plan, source, target)
@@ -101,7 +100,7 @@ def fit_mapper(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "KVMa
             dtype=torch_dtype(plan.dtype, plan.device or "cpu"),
             progress=progress,
         )
-    if align:
+    if plan.align:
         reading = reading or _Reading.open(plan, source, target)
         mapper = with_held_out_r2(reading.align(mapper, track, say), statistics)
     if reading is not None and not reading.close():

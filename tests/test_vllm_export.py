@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from tiny import tiny_config
 from vllm_fakes import RECORD
 
 from kvhub import ModelSpec
+from kvhub.errors import UsageError
 
 STEMS = {module.rpartition(".")[2]: module for module in RUNTIME}
 
@@ -37,6 +38,16 @@ def mapper_of(dtype="bfloat16"):
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     return export(mapper_of(), "vllm", tmp_path_factory.mktemp("vllm") / "export")
+
+
+@pytest.mark.parametrize("backend", ["vllm", "trtllm"])
+def test_a_mapper_that_needs_exact_first_tokens_is_refused(tmp_path, backend):
+    mapper = mapper_of()
+    ridge = {**mapper.config.ridge, "alignment": {"exact_prefix": 4}}
+    mapper.config = replace(mapper.config, ridge=ridge)
+    with pytest.raises(UsageError, match="first tokens are exact"):
+        export(mapper, backend, tmp_path / "export")
+    assert not (tmp_path / "export").exists()
 
 
 def imports(module):

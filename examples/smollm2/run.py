@@ -32,9 +32,7 @@ def main() -> None:
     (OUTPUT / "prompt.txt").write_text(PROMPT, encoding="utf-8")
     statistics = "demo-output/smollm2.statistics"
     run("kvhub", "check", "smollm2")
-    # Aligning `all` heads to the attention output would take two cores a quarter of an hour more.
-    plain = ("--no-align", "--statistics", statistics)
-    run("kvhub", "fit", "smollm2", "--overwrite", *plain)
+    run("kvhub", "fit", "smollm2", "--overwrite", "--statistics", statistics)
     run("kvhub", "evaluate", "smollm2")
     prompt = ("--prompt-file", "demo-output/prompt.txt", "--max-new-tokens", "24")
     run("kvhub", "handoff", "smollm2", *prompt)
