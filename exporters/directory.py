@@ -137,19 +137,12 @@ def write_directory(plan: ExportPlan, path: Path, engine: Engine) -> Path:
     Raises
     ------
     UsageError
-        The plan is float64, it is unknown which weights or tokenizer a model has, or the mapper is
-        aligned for hand-offs that compute the first tokens exactly, which engines map.
+        The plan is float64, or it is unknown which weights or tokenizer a model has.
     ConflictError
         Something is at `path` already.
     VerificationError
         What was written is not the mapper, or does not map as it.
     """
-    if "alignment" in plan.config.ridge:
-        raise UsageError(
-            f"This mapper is aligned for hand-offs whose first tokens are exact; {engine.name} "
-            "maps them as well, where it is worse than a plain fit.",
-            "Export the mapper that `kvhub fit` makes without --align.",
-        )
     if plan.dtype not in EXPORTABLE:
         raise UsageError(
             f"{engine.name} takes {', '.join(map(_name, EXPORTABLE))}; found {_name(plan.dtype)}.",

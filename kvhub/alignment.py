@@ -1,19 +1,19 @@
 """Fit a mapper again, to what the target reads from its cache instead of to the cache itself.
 
 The plain fit (`kvhub.ridge`) wants every cached number alike. What matters is the attention output,
-so a second and a third pass over text fit, still in closed form and at the same size,
+so further passes over text fit, at the same size,
 
-1. the keys, each token weighted by how far an error in its key moves the attention output;
-2. the values, so that what the target reads with the new keys in place is what it would have read.
+1. the keys, so that all their errors together move the attention output least (`kvhub.key_fit`);
+2. the values, so that what the target reads with the new keys in place is what it would have read
+   (`kvhub.value_fit`).
 
-The first tokens, the sink, are taken for exact there: a hand-off computes them itself. Where they
-are mapped as well, as engines do, an aligned mapper is worse than a plain one, so it is not for
-them. `kvhub.alignment_rows` has the equations. Every regression chooses its penalty on held-out
-sequences, and keeps the weights that it started from where none is better there.
+The first tokens, the sink, are exact in a hand-off and mapped in engines, so both fits count them
+on their own and the others as if they were exact. Whatever is not better on held-out sequences
+keeps the weights that it started from.
 """
 
 from collections.abc import Callable, Iterable, Sized
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,22 +28,26 @@ from kvhub.compatibility import require_same
 from kvhub.data import TokenBatch
 from kvhub.errors import UsageError
 from kvhub.exact import EXACT_PREFIX
+from kvhub.key_fit import STEPS, Descent
 from kvhub.mapper import KVMapper
 from kvhub.mapper_config import MapperConfig, tensor_shapes
 from kvhub.moments import Block, Moments
-from kvhub.ridge import regress, solve_ridge
 from kvhub.spec import ModelSpec
+from kvhub.value_fit import LAMBDAS, fit_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["LAMBDAS", "MEMORY_BYTES", "align", "fit_keys", "fit_values"]
+__all__ = ["MEMORY_BYTES", "align"]
 
-# Penalties that are tried, relative to the mean diagonal of the regression's matrix.
-LAMBDAS = (1e-4, 1e-3, 1e-2, 1e-1)
-# Of the sums that are kept at once; more target layers than fit take passes of their own.
+# Of the sums that are kept at once, and as much of the models' states. More target layers than fit
+# take passes of their own, and more text is run through the models in each pass.
 MEMORY_BYTES = 4 * 2**30
 STAGES = ("keys", "values")
+# Passes over the text: of the keys for their weights, the gradient and each step.
+PASSES = {"keys": 2 + STEPS, "values": 1}
+
+Visit = Callable[[int, Layer, dict[str, Tensor], Tensor], None]
 
 
 def align(
@@ -76,9 +80,11 @@ def align(
     held_out_every
         Every n-th sequence is kept apart, as in `calibrate`.
     memory_bytes
-        Bound on the sums kept at once, but at least one target layer's.
+        Bound on the sums kept at once, but at least one target layer's; and on the states that are
+        kept from one pass to the next.
     checkpoint
-        A file that is written after each pass. If it exists, its passes are not made again.
+        A file that is written whenever the keys or the values of some layers are done. If it
+        exists, its part is not done again.
     progress
         Called with (batches done in all passes, batches in all or 0 where unknown).
 
@@ -86,8 +92,8 @@ def align(
     -------
     mapper
         In the dtype of the old one, on the CPU. `config.ridge["alignment"]` says how it was made
-        and `config.quality["alignment"]` has the relative held-out error of each regression before
-        and after.
+        and `config.quality["alignment"]` has the relative held-out error of each layer's attention
+        output before and after: of the keys, to first order, and of the values.
 
     Raises
     ------
@@ -117,28 +123,34 @@ def align(
     state = AlignmentState.start(mapper)
     if checkpoint is not None and checkpoint.is_file():
         state = AlignmentState.resume(checkpoint, mapper)
-    passes = _passes(config, memory_bytes)
-    done = 0
-    for stage, layers in passes:
-        if layers.start < len(state.errors[stage]):
-            continue
-        running = _Pass(config, state, stage, layers, exact_prefix, held_out_every)
-        left = sum(start.start >= len(state.errors[kind]) for kind, start in passes)
-        total = done + len(token_batches) * left if isinstance(token_batches, Sized) else 0
-        for batch in token_batches:
-            running.add(source_model, target_model, batch)
-            done += 1
-            if progress is not None:
-                progress(done, total)
-        for layer in layers:
-            state.errors[stage].append(running.solve(layer))
+    left = [
+        (stage, layers)
+        for stage, layers in _parts(config, memory_bytes)
+        if layers.start >= len(state.errors[stage])
+    ]
+    batches = len(token_batches) if isinstance(token_batches, Sized) else 0
+    total = batches * sum(PASSES[stage] for stage, _ in left)
+    reading = _Reading(
+        config,
+        source_model,
+        target_model,
+        token_batches,
+        held_out_every,
+        memory_bytes,
+        total,
+        progress,
+    )
+    for stage, layers in left:
+        fit_layers = _align_keys if stage == "keys" else _align_values
+        state.errors[stage] += fit_layers(reading, state, layers, exact_prefix)
         if checkpoint is not None:
             state.save(checkpoint, mapper)
     how = {
         "exact_prefix": exact_prefix,
         "held_out_every": held_out_every,
-        "lambdas": list(LAMBDAS),
+        "key_steps": STEPS,
         "key_effective_share": KEY_EFFECTIVE_SHARE,
+        "lambdas": list(LAMBDAS),
     }
     return KVMapper(
         replace(
@@ -150,16 +162,17 @@ def align(
     )
 
 
-def _passes(config: MapperConfig, memory_bytes: int) -> list[tuple[str, range]]:
-    """What is summed in each pass over the text: keys or values, of which target layers."""
-    passes = []
+def _parts(config: MapperConfig, memory_bytes: int) -> list[tuple[str, range]]:
+    """What is fitted at once: keys or values, of which target layers."""
+    parts = []
     for stage in STAGES:
         groups, features, outputs = _shape(config, stage)
-        layer_bytes = 2 * groups * features * (features + outputs) * torch.float64.itemsize
-        step = max(1, memory_bytes // layer_bytes)
+        # Moments of two halves of the text; of the keys a factor and the vectors of the descent.
+        numbers = 2 * groups * features * (features + (4 if stage == "keys" else 1) * outputs)
+        step = max(1, memory_bytes // (numbers * torch.float64.itemsize))
         for start in range(0, config.target.num_layers, step):
-            passes.append((stage, range(start, min(start + step, config.target.num_layers))))
-    return passes
+            parts.append((stage, range(start, min(start + step, config.target.num_layers))))
+    return parts
 
 
 def _shape(config: MapperConfig, stage: str) -> tuple[int, int, int]:
@@ -172,156 +185,204 @@ def _shape(config: MapperConfig, stage: str) -> tuple[int, int, int]:
     return target.kv_heads, features + 1, target.head_dim
 
 
-class _Pass:
-    """The sums of one pass over the text."""
+@dataclass(frozen=True)
+class _Seen:
+    """A batch as both models have it.
+
+    Attributes
+    ----------
+    source
+        `[source layers, kv_heads, batch * tokens, head_dim]` content keys and values.
+    target
+        By target layer.
+    held_out
+        `[batch]`: which sequences are held out.
+    """
+
+    source: dict[str, Tensor]
+    target: dict[int, Layer]
+    held_out: Tensor
+
+    @property
+    def size_bytes(self) -> int:
+        tensors = list(self.source.values())
+        for layer in self.target.values():
+            tensors += [layer.queries, layer.keys, layer.values]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class _Reading:
+    """The text, read by both models as often as it is asked for.
+
+    As many batches as fit into `memory_bytes` are kept from one pass to the next over the same
+    layers, so that a short text is run through the models once.
+    """
 
     def __init__(
         self,
         config: MapperConfig,
-        state: AlignmentState,
-        stage: str,
-        layers: range,
-        exact_prefix: int,
+        source_model: "PreTrainedModel",
+        target_model: "PreTrainedModel",
+        batches: Iterable[TokenBatch],
         held_out_every: int,
+        memory_bytes: int,
+        total: int,
+        progress: Callable[[int, int], None] | None,
     ) -> None:
-        self.config, self.state, self.stage, self.layers = config, state, stage, layers
-        self.exact_prefix, self.held_out_every = exact_prefix, held_out_every
-        # By target layer: of the rows to fit, and of those held out.
-        self.moments: dict[int, tuple[Moments, Moments]] = {}
+        self.config, self.batches = config, batches
+        self.source_model, self.target_model = source_model, target_model
+        self.held_out_every, self.memory_bytes = held_out_every, memory_bytes
+        self.total, self.progress, self.done = total, progress, 0
+        self.layers = range(0)
+        self.kept: dict[int, _Seen] = {}
+        self.kept_bytes = 0
 
-    def add(
-        self, source_model: "PreTrainedModel", target_model: "PreTrainedModel", batch: TokenBatch
-    ) -> None:
-        """Add one batch: both models read it, and each of the pass's layers adds its rows."""
-        source = content_states(source_model, batch, self.config.source)
-        device = target_model.device
+    def once(self, layers: range, visit: Visit) -> None:
+        """Call `visit(target layer, what it sees, source states, [batch] held out)` for each."""
+        if layers != self.layers:
+            self.layers, self.kept, self.kept_bytes = layers, {}, 0
+        for index, batch in enumerate(self.batches):
+            seen = self.kept.get(index) or self._read(batch)
+            size = seen.size_bytes
+            if index not in self.kept and self.kept_bytes + size <= self.memory_bytes:
+                self.kept[index] = seen
+                self.kept_bytes += size
+            for number, layer in seen.target.items():
+                device = seen.source["keys"].device
+                chosen = torch.tensor(self.config.selection[number], device=device)
+                states = {
+                    kind: seen.source[kind].index_select(0, chosen).to(layer.keys.device)
+                    for kind in seen.source
+                }
+                visit(number, layer, states, seen.held_out)
+            self.done += 1
+            if self.progress is not None:
+                self.progress(self.done, self.total)
+
+    def _read(self, batch: TokenBatch) -> _Seen:
+        device = self.target_model.device
         mask = batch.attention_mask.to(device)
         ids = torch.tensor(batch.sequence_ids, device=device)
-        held_out = ids % self.held_out_every == self.held_out_every - 1
+        target: dict[int, Layer] = {}
 
         def observe(
             index: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float
         ) -> None:
-            if index not in self.layers:
-                return
-            chosen = torch.tensor(self.config.selection[index], device=source["keys"].device)
-            states = {kind: source[kind].index_select(0, chosen).to(device) for kind in source}
-            layer = Layer(queries, keys, values, scaling, mask)
-            for rows in self._rows(index, layer, states):
-                self._update(index, rows, held_out)
+            if index in self.layers:
+                target[index] = Layer(queries, keys, values, scaling, mask)
 
-        with observe_attention(target_model, observe):
-            content_states(target_model, batch, self.config.target)
+        with observe_attention(self.target_model, observe):
+            content_states(self.target_model, batch, self.config.target)
+        source = content_states(self.source_model, batch, self.config.source)
+        return _Seen(source, target, ids % self.held_out_every == self.held_out_every - 1)
 
-    def _rows(self, index: int, layer: Layer, states: dict[str, Tensor]) -> Iterable[Rows]:
-        heads, rope = self.config.heads, self.config.target.require_rope()
-        if self.stage == "keys":
-            return [key_rows(layer, states["keys"], heads, rope)]
-        weights = self.state.tensors["key_weight"][index].to(layer.keys.device)
-        bias = self.state.tensors["key_bias"][index].to(layer.keys.device)
-        shape = (len(layer.keys), self.config.target.head_dim)
-        mapped = map_layer(states["keys"], weights, bias, heads, *shape, rope)
-        return value_rows(layer, mapped, states["values"], heads, self.exact_prefix)
-
-    def _update(self, index: int, rows: Rows, held_out: Tensor) -> None:
-        if index not in self.moments:
-            device = rows.features.device
-            shape = _shape(self.config, self.stage)
-            self.moments[index] = (Moments.zeros(*shape, device), Moments.zeros(*shape, device))
-        for moments, which in zip(self.moments[index], (~held_out, held_out), strict=True):
-            chosen = which[rows.sequences]
-            weights = None if rows.weights is None else rows.weights[chosen]
-            moments.update(rows.features[chosen], rows.outputs[chosen], weights)
-
-    def solve(self, index: int) -> list[float]:
-        """Put a layer's new weights into the state; its held-out error before and after."""
-        fitted, held_out = self.moments.pop(index)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            reduce_moments(fitted)
-            reduce_moments(held_out)
-        if fitted.tokens == 0 or held_out.tokens == 0:
+    def require_both(self, fitted: float, held_out: float, exact_prefix: int) -> None:
+        """Raise unless there is text to fit and text held out."""
+        if fitted == 0 or held_out == 0:
             raise UsageError(
-                f"{fitted.tokens} rows to fit and {held_out.tokens} held out; both must be above "
-                "0.",
-                f"Give at least {self.held_out_every} sequences of more than {self.exact_prefix} "
+                f"Nothing to fit or nothing held out: expected both, found {fitted:.0f} and "
+                f"{held_out:.0f} rows.",
+                f"Give at least {self.held_out_every} sequences of more than {exact_prefix} "
                 "tokens.",
             )
-        name = self.stage[:-1]
-        weight = self.state.tensors[f"{name}_weight"][index]
-        bias = self.state.tensors[f"{name}_bias"][index]
-        blocks = (_block(fitted), _block(held_out))
-        old_weight, old_bias = (part.double().to(blocks[0].gram.device) for part in (weight, bias))
-        if self.stage == "keys":
-            new_weight, new_bias, errors = fit_keys(*blocks, old_weight, old_bias)
-        else:
-            new_weight, new_bias, errors = fit_values(*blocks, old_weight, old_bias)
+
+
+def _align_keys(
+    reading: _Reading, state: AlignmentState, layers: range, exact_prefix: int
+) -> list[list[float]]:
+    """Put the layers' new keys into the state; of each the held-out error before and after."""
+    config, device = reading.config, reading.target_model.device
+    heads, rope, head_dim = config.heads, config.target.require_rope(), config.target.head_dim
+    groups, features, _ = _shape(config, "keys")
+    moments = {index: Moments.zeros(groups, features, 0, device) for index in layers}
+    held_out_rows = torch.zeros(len(layers))
+
+    def weigh(index: int, layer: Layer, states: dict[str, Tensor], held_out: Tensor) -> None:
+        rows = key_rows(layer, states["keys"], heads)
+        _update(moments[index], rows, ~held_out)
+        held_out_rows[index - layers.start] += held_out[rows.sequences].sum().cpu()
+
+    reading.once(layers, weigh)
+    if _distributed():
+        torch.distributed.all_reduce(held_out_rows)
+        for each in moments.values():
+            reduce_moments(each)
+    reading.require_both(moments[layers.start].tokens, float(held_out_rows[0]), exact_prefix)
+
+    descents: dict[int, Descent] = {}
+    for index in layers:
+        weight, bias = (
+            state.tensors[f"key_{part}"][index].to(device, torch.float64)
+            for part in ("weight", "bias")
+        )
+        descents[index] = Descent(weight, bias, moments.pop(index), head_dim)
+
+    def gather(index: int, layer: Layer, states: dict[str, Tensor], held_out: Tensor) -> None:
+        descents[index].add(layer, states["keys"], held_out, heads, rope, exact_prefix)
+
+    for _ in range(1 + STEPS):
+        reading.once(layers, gather)
+        for index in layers:
+            descents[index].step()
+
+    errors = []
+    for index in layers:
+        weight, bias, error = descents[index].result()
+        state.tensors["key_weight"][index].copy_(weight)
+        state.tensors["key_bias"][index].copy_(bias)
+        errors.append(error)
+    return errors
+
+
+def _align_values(
+    reading: _Reading, state: AlignmentState, layers: range, exact_prefix: int
+) -> list[list[float]]:
+    """Put the layers' new values into the state; of each the held-out error before and after."""
+    config, device = reading.config, reading.target_model.device
+    rope = config.target.require_rope()
+    shape = _shape(config, "values")
+    moments = {
+        index: (Moments.zeros(*shape, device), Moments.zeros(*shape, device)) for index in layers
+    }
+
+    def gather(index: int, layer: Layer, states: dict[str, Tensor], held_out: Tensor) -> None:
+        weight, bias = (
+            state.tensors[f"key_{part}"][index].to(device) for part in ("weight", "bias")
+        )
+        size = (len(layer.keys), config.target.head_dim)
+        mapped = map_layer(states["keys"], weight, bias, config.heads, *size, rope)
+        for rows in value_rows(layer, mapped, states["values"], config.heads, exact_prefix):
+            for each, which in zip(moments[index], (~held_out, held_out), strict=True):
+                _update(each, rows, which)
+
+    reading.once(layers, gather)
+    errors = []
+    for index in layers:
+        fitted, held_out = moments.pop(index)
+        if _distributed():
+            reduce_moments(fitted)
+            reduce_moments(held_out)
+        reading.require_both(fitted.tokens, held_out.tokens, exact_prefix)
+        weight, bias = (state.tensors[f"value_{part}"][index] for part in ("weight", "bias"))
+        old = (part.to(device, torch.float64) for part in (weight, bias))
+        new_weight, new_bias, error = fit_values(_block(fitted), _block(held_out), *old)
         weight.copy_(new_weight)
         bias.copy_(new_bias)
-        return errors
+        errors.append(error)
+    return errors
 
 
-def fit_keys(
-    fitted: Block, held_out: Block, weight: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor, list[float]]:
-    """The best of the old weights and one ridge regression per penalty; errors before and after.
-
-    `weight` is `[groups, features, outputs]` and `bias` `[groups, outputs]`, as the result's.
-    """
-    fits = [(weight, bias), *(regress(fitted, ridge, "relative") for ridge in LAMBDAS)]
-    total = held_out.target_square.sum(1)
-    (new_weight, new_bias), errors = _best(fits, held_out, total)
-    return new_weight, new_bias, errors
-
-
-def fit_values(
-    fitted: Block, held_out: Block, weight: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor, list[float]]:
-    """As `fit_keys`, for rows of `value_rows`, whose groups are KV heads and last feature the mass.
-
-    No penalty on the bias: with g the last row of the matrix X^T X, which is not centred, and c
-    that of X^T Y, the weights are those of X^T X - g g^T / g_mass and X^T Y - g c^T / g_mass, and
-    b = (c - g^T W) / g_mass.
-    """
-    heads = len(fitted.gram)
-    # `all` heads: [1, features, heads * outputs] to [heads, features, outputs]
-    features = weight.shape[1]
-    by_head = weight.view(len(weight), features, heads // len(weight), -1)
-    by_head = by_head.movedim(2, 1).flatten(0, 1)
-    old = torch.cat([by_head, bias.view(heads, 1, -1)], dim=1)
-
-    mean, target = fitted.source_mean[..., None], fitted.target_mean[:, None]
-    rows = fitted.weight[:, None, None]
-    gram = fitted.gram + rows * mean @ mean.mT
-    cross = fitted.cross + rows * mean @ target
-    mass = gram[:, -1:, -1:]
-    reduced = gram[:, :-1, :-1] - gram[:, :-1, -1:] @ gram[:, -1:, :-1] / mass
-    right = cross[:, :-1] - gram[:, :-1, -1:] @ cross[:, -1:] / mass
-    scale = reduced.diagonal(dim1=-2, dim2=-1).mean(-1)
-    fits = [old]
-    for ridge in LAMBDAS:
-        found = solve_ridge(reduced, right, ridge * scale)
-        found_bias = (cross[:, -1:] - gram[:, -1:, :-1] @ found) / mass
-        fits.append(torch.cat([found, found_bias], dim=1))
-    zero = torch.zeros_like(held_out.target_mean)
-    total = (held_out.target_square + held_out.weight[:, None] * held_out.target_mean**2).sum(1)
-    (best, _), errors = _best([(fit, zero) for fit in fits], held_out, total)
-    new_weight = best[:, :features].reshape(len(weight), heads // len(weight), features, -1)
-    new_weight = new_weight.movedim(1, 2).flatten(2)
-    return new_weight, best[:, features].reshape(bias.shape), errors
-
-
-def _best(
-    fits: list[tuple[Tensor, Tensor]], held_out: Block, total: Tensor
-) -> tuple[tuple[Tensor, Tensor], list[float]]:
-    """Of each group the fit with the least held-out error; that of the first and of the best."""
-    errors = torch.stack([held_out.residual_square(*fit).sum(1) for fit in fits])
-    index = errors.argmin(0)
-    groups = torch.arange(len(index), device=index.device)
-    weight, bias = (torch.stack(parts)[index, groups] for parts in zip(*fits, strict=True))
-    total = total.sum()
-    return (weight, bias), [float(errors[0].sum() / total), float(errors.amin(0).sum() / total)]
+def _update(moments: Moments, rows: Rows, which: Tensor) -> None:
+    """Add the rows of some sequences."""
+    chosen = which[rows.sequences]
+    weights = None if rows.weights is None else rows.weights[chosen]
+    moments.update(rows.features[chosen], rows.outputs[chosen], weights)
 
 
 def _block(moments: Moments) -> Block:
     """All of the moments as one regression per group."""
     return Block(**{item.name: getattr(moments, item.name) for item in fields(Block)})
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

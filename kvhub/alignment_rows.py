@@ -1,4 +1,4 @@
-"""The regressions of an aligned fit: which rows a batch of text adds for one target layer.
+"""What a batch of text adds to the sums of an aligned fit, for one target layer.
 
 Keys. An error d in a content key of token t moves the logit of a query q by s q^T R_t d, and the
 attention output by a_t (v_t - o) times that, to first order. Squared, summed over queries, and
@@ -6,8 +6,8 @@ averaged over the directions of d:
 
     w_t = sum_q a_qt^2 |v_t - o_q|^2 |q|^2
 
-so each token is a row of a ridge regression with weight w_t (`attention_sensitivity`); this is the
-Gauss-Newton form without the products of two tokens' errors.
+(`attention_sensitivity`). This is the diagonal, over tokens, of the problem that `kvhub.key_fit`
+solves, and its features weighted like this make that problem's preconditioner.
 
 Values. With the mapped keys in place, let a^ be the attention that the target pays then, and E the
 exact tokens. What it reads of the mapped ones should be what is missing to its true output:
@@ -16,7 +16,9 @@ exact tokens. What it reads of the mapped ones should be what is missing to its 
 
 which is linear in (W, b): a row per query, of the features sum a^_qt x_t and of the mass
 sum a^_qt, that is the bias's feature. Query heads that share a KV head share its W, so all are rows
-of one regression.
+of one regression. Where nothing is exact, as in engines, the tokens of E are mapped too, and an
+error in such a value moves the outputs by a^_qt times it: each is a row of its own, of the features
+x_t, the mass 1 and the weight sum_q a^_qt^2, towards v_t.
 """
 
 from collections.abc import Iterator
@@ -29,7 +31,7 @@ from kvhub.attention import attention_sensitivity, attention_weights
 from kvhub.calibration import effective_weights
 from kvhub.compatibility import Heads
 from kvhub.moments import group_features
-from kvhub.rope import Rope, apply_rope, strip_rope
+from kvhub.rope import Rope, apply_rope
 
 __all__ = ["KEY_EFFECTIVE_SHARE", "Layer", "Rows", "key_rows", "map_layer", "value_rows"]
 
@@ -80,8 +82,8 @@ class Rows:
     sequences: Tensor
 
 
-def key_rows(layer: Layer, source_keys: Tensor, heads: Heads, rope: Rope) -> Rows:
-    """A row per token; features and outputs are content keys.
+def key_rows(layer: Layer, source_keys: Tensor, heads: Heads) -> Rows:
+    """A row per token, weighted as in the module's docstring, without outputs.
 
     Parameters
     ----------
@@ -90,12 +92,8 @@ def key_rows(layer: Layer, source_keys: Tensor, heads: Heads, rope: Rope) -> Row
     source_keys
         `[top_k, kv_heads, batch * tokens, head_dim]` content keys of the layer's source layers.
     heads
-        Of the mapper.
-    rope
-        The target's.
+        Of the mapper; `all` takes the mean of the heads' weights.
     """
-    positions = torch.arange(layer.keys.shape[2], device=layer.keys.device)
-    content = strip_rope(layer.keys, positions, rope).transpose(0, 1).flatten(1, 2)
     sensitivity, _ = attention_sensitivity(
         layer.queries, layer.keys, layer.values, layer.scaling, layer.mask
     )
@@ -105,9 +103,10 @@ def key_rows(layer: Layer, source_keys: Tensor, heads: Heads, rope: Rope) -> Row
         sensitivity = (sensitivity / total).mean(1, keepdim=True)
     weights = effective_weights(sensitivity, layer.mask, KEY_EFFECTIVE_SHARE)
     used = layer.mask.flatten().nonzero()[:, 0]
+    features = group_features(source_keys, heads)[used]
     return Rows(
-        features=group_features(source_keys, heads)[used],
-        outputs=group_features(content[None], heads)[used],
+        features=features,
+        outputs=features[..., :0],
         weights=weights.permute(0, 2, 1).flatten(0, 1)[used],
         sequences=used // layer.mask.shape[1],
     )
@@ -123,7 +122,7 @@ def value_rows(
     """A row per query and query head of a KV head, which is the group; some at a time.
 
     Neighbouring queries read almost the same, so of the queries every n-th is used, n the query
-    heads of a KV head: as many rows as tokens.
+    heads of a KV head: as many rows as tokens. Last comes a row for each exact token.
 
     Parameters
     ----------
@@ -136,7 +135,7 @@ def value_rows(
     heads
         Of the mapper.
     exact_prefix
-        Tokens at the start that a hand-off computes itself.
+        Tokens at the start, E: exact in a hand-off and mapped in engines.
 
     Yields
     ------
@@ -144,6 +143,7 @@ def value_rows(
         Features are those of the mapper and, last, the mass.
     """
     batch, kv_heads, tokens, _ = layer.keys.shape
+    exact_prefix = min(exact_prefix, tokens)
     keys = torch.cat([layer.keys[:, :, :exact_prefix], mapped_keys[:, :, exact_prefix:]], dim=2)
     features = group_features(source_values, heads)
     # [batch, kv_heads or 1, 1, tokens, features]
@@ -151,6 +151,7 @@ def value_rows(
     values = layer.values.to(features.dtype)[:, :, None]
     step = layer.queries.shape[1] // kv_heads
     arguments = (layer.scaling, layer.mask)
+    squares = torch.zeros(batch, exact_prefix, kv_heads, dtype=values.dtype, device=keys.device)
     for (span, true), (_, mapped) in zip(
         attention_weights(layer.queries, layer.keys, *arguments),
         attention_weights(layer.queries, keys, *arguments),
@@ -160,6 +161,7 @@ def value_rows(
         chosen = (queries >= exact_prefix) & (queries % step == 0)
         true, mapped = true[:, :, :, chosen], mapped[:, :, :, chosen]
         exact, others = mapped[..., :exact_prefix], mapped[..., exact_prefix:]
+        squares += exact.square().sum((2, 3)).transpose(1, 2)
         outputs = true @ values - exact @ values[..., :exact_prefix, :]
         read = others @ features[..., exact_prefix:, :]
         read = torch.cat([read, others.sum(-1, keepdim=True)], dim=-1)
@@ -172,6 +174,17 @@ def value_rows(
             weights=None,
             sequences=sequences[rows],
         )
+    first = features[:, :, 0, :exact_prefix].expand(-1, kv_heads, -1, -1)
+    first = torch.cat([first, torch.ones_like(first[..., :1])], dim=-1)
+    rows = (squares > 0).all(-1).flatten()
+    if not bool(rows.any()):
+        return
+    yield Rows(
+        features=first.transpose(1, 2).flatten(0, 1)[rows],
+        outputs=values[:, :, 0, :exact_prefix].transpose(1, 2).flatten(0, 1)[rows],
+        weights=squares.flatten(0, 1)[rows],
+        sequences=torch.arange(batch, device=keys.device).repeat_interleave(exact_prefix)[rows],
+    )
 
 
 def map_layer(

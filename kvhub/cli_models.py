@@ -110,7 +110,7 @@ def fit(
     align: Annotated[
         bool | None,
         typer.Option(
-            help="Then fit to what the target reads of its cache; for hand-offs with an exact sink."
+            help="Fit to what the target reads from its cache; default, if there are no statistics."
         ),
     ] = None,
     statistics: Annotated[

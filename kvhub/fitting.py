@@ -37,7 +37,7 @@ class FitPlan:
     lambda_scale: "LambdaScale" = "relative"
     weighting: Literal["uniform", "attention"] = "uniform"
     selection: Literal["probe", "greedy"] = "probe"
-    align: bool = False  # to the attention output, for hand-offs with an exact sink
+    align: bool = True  # to the attention output; where statistics are given, only if asked for
     data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
     sequences: int = 500
     length: int = 1024
@@ -76,12 +76,13 @@ def fit_mapper(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "KVMa
     from kvhub.selection import require_top_k, select_layers
 
     require_top_k(plan.top_k, source.num_layers)
-    reading = None
+    reading, align = None, plan.align
     if plan.statistics is not None and plan.statistics.exists():
         statistics = _read_statistics(plan, source, target)
+        align = align and "align" in plan.explicit
         say(
             f"Using the statistics in {plan.statistics}"
-            + ("." if plan.align else "; no model is loaded.")
+            + ("." if align else "; no model is loaded, and nothing is aligned (--align does).")
         )
     else:
         reading = _Reading.open(plan, source, target)
@@ -100,7 +101,7 @@ def fit_mapper(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "KVMa
             dtype=torch_dtype(plan.dtype, plan.device or "cpu"),
             progress=progress,
         )
-    if plan.align:
+    if align:
         reading = reading or _Reading.open(plan, source, target)
         mapper = with_held_out_r2(reading.align(mapper, track, say), statistics)
     if reading is not None and not reading.close():
@@ -181,11 +182,9 @@ class _Reading:
         return statistics
 
     def align(self, mapper: "KVMapper", track: Track, say: Callable[[str], None]) -> "KVMapper":
-        """The mapper fitted to the attention output, if that is nearer on held-out sequences."""
-        import torch
-
+        """The mapper fitted to the attention output, as far as held-out sequences like it."""
         from kvhub.alignment import align
-        from kvhub.evaluation import evaluate
+        from kvhub.alignment_choice import choose_alignment
 
         # Ranks that went on from different passes would wait for each other for ever.
         resumable = self.world_size == 1
@@ -200,23 +199,16 @@ class _Reading:
                 progress=progress,
             )
         held_out = held_out_batches(self.batches)
-        kl = []
-        for candidate, name in ((mapper, "as fitted"), (aligned, "aligned")):
-            # Summed over sequences, and over ranks, one of which may have none.
-            sums = torch.zeros(2, dtype=torch.float64)
-            if held_out:
-                with track(f"Compare on held-out text, {name}") as progress:
-                    report = evaluate(candidate, *models, held_out, progress=progress)
-                count = report.provenance["sequences"]
-                sums += torch.tensor([report.settings["mapped"].kl.value * count, count])
-            if self.world_size > 1:
-                torch.distributed.all_reduce(sums)
-            kl.append(float(sums[0] / sums[1]))
-        if kl[0] < kl[1]:
-            say(f"Aligning did not help: KL {kl[0]:.4f} before, {kl[1]:.4f} after. Left out.")
-            return mapper
-        say(f"Aligned: KL {kl[0]:.4f} before, {kl[1]:.4f} after, on held-out text.")
-        return aligned
+        with track("Compare on held-out text") as progress:
+            best, tried = choose_alignment(mapper, aligned, *models, held_out, progress)
+        before, after = (
+            f"KL {one.kl[1]:.4f} ({one.kl[0]:.4f} with no token exact)" for one in (tried[0], best)
+        )
+        if best is tried[0]:
+            say(f"Aligning did not help on held-out text: {before} as it was. Left out.")
+        else:
+            say(f"Aligned on held-out text: {before} before, {after} after.")
+        return best.mapper
 
     def close(self) -> bool:
         """Leave the ranks; whether this one goes on."""

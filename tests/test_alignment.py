@@ -1,5 +1,6 @@
 import copy
 from dataclasses import fields, replace
+from itertools import product
 
 import pytest
 import torch
@@ -7,12 +8,13 @@ from mapping import identity_mapper
 from tiny import tiny_model
 
 from kvhub import ModelSpec, calibrate, fit, select_layers
-from kvhub.alignment import align, fit_keys, fit_values
+from kvhub.alignment import align
 from kvhub.alignment_rows import Layer, key_rows, map_layer, value_rows
 from kvhub.data import TokenBatch
 from kvhub.errors import ConflictError, IncompatiblePairError, UsageError, VerificationError
 from kvhub.moments import Block, Moments
 from kvhub.rope import apply_rope
+from kvhub.value_fit import fit_values
 
 HEADS = ("all", "matched")
 TOKENS = 12
@@ -85,6 +87,7 @@ def test_a_row_of_the_values_is_what_a_query_reads(target, heads, exact_prefix):
     states = random_states()
     mapped = layer.keys + 0.3 * torch.randn(layer.keys.shape, dtype=torch.float64)
     found = list(value_rows(layer, mapped, states, heads, exact_prefix))
+    first = found.pop() if exact_prefix else None
     features = torch.cat([rows.features for rows in found])
     outputs = torch.cat([rows.outputs for rows in found])
     keys = torch.cat([layer.keys[:, :, :exact_prefix], mapped[:, :, exact_prefix:]], dim=2)
@@ -115,6 +118,27 @@ def test_a_row_of_the_values_is_what_a_query_reads(target, heads, exact_prefix):
                 expected_outputs.append(torch.stack([y for _, y in per_kv_head]))
     torch.testing.assert_close(features, torch.stack(expected_features))
     torch.testing.assert_close(outputs, torch.stack(expected_outputs))
+    if first is None:
+        return
+    # A row for each exact token: an error e in its value moves the outputs by the attention times
+    # e, so squared and summed over the same queries by the weight times |e|^2.
+    error = 0.5 * torch.randn(2, 2, 3, 16, dtype=torch.float64)
+    moved = torch.zeros(2, 2, 3, dtype=torch.float64)
+    for row, head, query, token in product(range(2), range(4), queries, range(3)):
+        pays = naive_attention(layer, keys, row, head, query)
+        moved[row, head // 2, token] += (pays[token] * error[row, head // 2, token]).square().sum()
+    weights = first.weights.view(2, 3, 2).transpose(1, 2)
+    torch.testing.assert_close(weights * error.square().sum(-1), moved)
+    expected = layer.values[:, :, :3].transpose(1, 2).flatten(0, 1)
+    torch.testing.assert_close(first.outputs, expected)
+    seen = by_token[:, :, :, :3]  # [top_k, kv_heads, batch, 3, head_dim]
+    if heads == "all":
+        x = seen.permute(2, 3, 0, 1, 4).flatten(2)[:, :, None].expand(-1, -1, 2, -1)
+    else:
+        x = seen.permute(2, 3, 1, 0, 4).flatten(3)
+    torch.testing.assert_close(first.features[..., :-1], x.flatten(0, 1))
+    assert bool((first.features[..., -1] == 1).all())
+    assert first.sequences.tolist() == [0, 0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -142,15 +166,15 @@ def test_padding_adds_no_rows_and_changes_none(target, heads):
         part[1, :, -3:] = 100.0
     other = replace(layer, keys=noisy[0], values=noisy[1])
     for first, second in zip(
-        [key_rows(layer, states, heads, rope), *value_rows(layer, layer.keys, states, heads, 2)],
-        [key_rows(other, states, heads, rope), *value_rows(other, other.keys, states, heads, 2)],
+        [key_rows(layer, states, heads), *value_rows(layer, layer.keys, states, heads, 2)],
+        [key_rows(other, states, heads), *value_rows(other, other.keys, states, heads, 2)],
         strict=True,
     ):
         for item in fields(first):
             a, b = getattr(first, item.name), getattr(second, item.name)
             if a is not None:
                 torch.testing.assert_close(a, b)
-    assert len(key_rows(layer, states, heads, rope).sequences) == 2 * TOKENS - 3
+    assert len(key_rows(layer, states, heads).sequences) == 2 * TOKENS - 3
 
 
 def rows_of_values(heads_count=2, rows=200, features=6, outputs=3, seed=0):
@@ -171,7 +195,7 @@ def block_of(x, y):
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_values_are_the_ridge_solution_that_does_not_penalise_the_bias(groups, monkeypatch):
-    monkeypatch.setattr("kvhub.alignment.LAMBDAS", (0.05,))
+    monkeypatch.setattr("kvhub.value_fit.LAMBDAS", (0.05,))
     x, y = rows_of_values()
     weight = torch.full((groups, 6, 6 // groups), 9.0, dtype=torch.float64)
     bias = torch.zeros(groups, 6 // groups, dtype=torch.float64)
@@ -205,11 +229,6 @@ def test_weights_that_no_penalty_improves_stay(monkeypatch):
     found = fit_values(block_of(x, y), block_of(held_x, exact), weight, bias)
     assert torch.equal(found[0], weight)
     assert torch.equal(found[1], bias)
-    without_mass = held_x[..., :-1]
-    exact = torch.einsum("rhf,hfo->rho", without_mass, weight) + bias
-    found = fit_keys(block_of(x[..., :-1], y), block_of(without_mass, exact), weight, bias)
-    assert torch.equal(found[0], weight)
-    assert found[2][0] == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -252,8 +271,8 @@ def test_passes_of_few_layers_give_what_one_pass_gives(plain, source, target):
     once = aligned(plain["matched"], source, target)
     for name, tensor in once.tensors().items():
         torch.testing.assert_close(few.tensors()[name], tensor)
-    # Keys and values of three layers, 15 batches each.
-    assert passes[-1] == (90, 90)
+    # 15 batches, read for the keys of each of three layers four times and once for its values.
+    assert passes[-1] == (15 * 3 * 5, 15 * 3 * 5)
 
 
 def test_an_interrupted_alignment_goes_on(plain, source, target, tmp_path):
@@ -261,7 +280,7 @@ def test_an_interrupted_alignment_goes_on(plain, source, target, tmp_path):
     whole = aligned(plain["matched"], source, target, memory_bytes=1)
 
     def stop(done, total):
-        if done == 50:
+        if done == 15 * 12 + 1:  # the keys are done
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -275,7 +294,7 @@ def test_an_interrupted_alignment_goes_on(plain, source, target, tmp_path):
         checkpoint=path,
         progress=lambda *at: passes.append(at),
     )
-    assert passes[-1] == (45, 45)  # three of six passes were done
+    assert passes[-1] == (45, 45)  # the values of three layers
     for name, tensor in whole.tensors().items():
         assert torch.equal(resumed.tensors()[name], tensor)
     with pytest.raises(ConflictError, match="another mapper"):

@@ -40,8 +40,8 @@ def same(first, second):
 
 
 def test_a_fit_is_aligned_and_says_what_that_gave():
-    aligned, said = fitted(align=True)
-    plain, _ = fitted(overwrite=True)
+    aligned, said = fitted()
+    plain, _ = fitted(align=False, overwrite=True)
     assert "KL" in said
     assert "alignment" in aligned.config.ridge
     assert "alignment" not in plain.config.ridge
@@ -60,22 +60,23 @@ def test_an_alignment_that_is_farther_on_held_out_text_is_left_out(monkeypatch):
         return KVMapper(mapper.config, tensors)
 
     monkeypatch.setattr(alignment, "align", damaged)
-    mapper, said = fitted(align=True)
-    plain, _ = fitted(overwrite=True)
+    mapper, said = fitted()
+    plain, _ = fitted(align=False, overwrite=True)
     assert "Left out" in said
     assert same(mapper, plain)
     assert "alignment" not in mapper.config.ridge
 
 
-def test_a_fit_from_statistics_loads_no_model(tmp_path, monkeypatch):
+def test_given_statistics_are_aligned_only_on_request(tmp_path, monkeypatch):
     path = tmp_path / "statistics"
-    fitted(statistics=path)
+    fitted(statistics=path, align=False)
     loads = []
     monkeypatch.setattr("kvhub.fitting.load_pair", lambda *given: loads.append(given))
     mapper, said = fitted(statistics=path, overwrite=True)
     assert "no model is loaded" in said
     assert loads == []
     assert "alignment" not in mapper.config.ridge
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4])

@@ -41,8 +41,10 @@ LAYERS = [
         *("lm_eval_adapter", "lm_eval_tasks", "metrics", "pairs", "pipeline", "plots"),
         *(
             "alignment",
+            "alignment_choice",
             "alignment_rows",
             "alignment_state",
+            "key_fit",
             "mlp",
             "mlp_training",
             "publishing",
@@ -50,6 +52,7 @@ LAYERS = [
             "release",
             "remote",
             "repairing",
+            "value_fit",
         ),
         *("signing", "status"),
     ],

@@ -40,16 +40,6 @@ def exported(tmp_path_factory):
     return export(mapper_of(), "vllm", tmp_path_factory.mktemp("vllm") / "export")
 
 
-@pytest.mark.parametrize("backend", ["vllm", "trtllm"])
-def test_a_mapper_that_needs_exact_first_tokens_is_refused(tmp_path, backend):
-    mapper = mapper_of()
-    ridge = {**mapper.config.ridge, "alignment": {"exact_prefix": 4}}
-    mapper.config = replace(mapper.config, ridge=ridge)
-    with pytest.raises(UsageError, match="first tokens are exact"):
-        export(mapper, backend, tmp_path / "export")
-    assert not (tmp_path / "export").exists()
-
-
 def imports(module):
     for node in ast.walk(ast.parse(runtime_source(module, RUNTIME), feature_version=(3, 10))):
         if isinstance(node, ast.Import):
