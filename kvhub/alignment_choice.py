@@ -95,7 +95,7 @@ def choose_alignment(
             )
             count = report.provenance["sequences"]
             kl = (report.exact[0].kl.value, report.settings["mapped"].kl.value)
-            sums += torch.tensor([*(count * each for each in kl), count])
+            sums += torch.tensor([*(count * each for each in kl), count], dtype=sums.dtype)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(sums)
         none, sink, count = sums.tolist()

@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from tiny import tiny_config
 from vllm_fakes import RECORD
 
 from kvhub import ModelSpec
-from kvhub.errors import UsageError
 
 STEMS = {module.rpartition(".")[2]: module for module in RUNTIME}
 

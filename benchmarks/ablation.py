@@ -1,0 +1,204 @@
+"""What else the numbers of a map could be spent on: layers, heads and ranks, at equal size.
+
+python benchmarks/ablation.py [--pair NAME] [--json FILE]
+
+One calibration of a pair of `benchmarks/fidelity.py`, and plain ridge regressions from it, not
+aligned, so that only the choice of features differs:
+
+    all, k           all heads of the k source layers with the best held-out probe
+    in-sample probe  layers by the published probe
+    greedy           layers by forward selection
+    own lists        keys and values have lists of their own
+    k per layer      as many layers in all, spread where they raise held-out R2 most
+    low rank         twice the layers, through factors of as many numbers
+    matched, k       matched heads, with as many numbers where k allows, and with fewer
+
+Each is scored as a hand-off with an exact sink on held-out text. A mapper has one k and one list
+per target layer; here the others are made in one with more layers, whose other weights are 0.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from fidelity import EVALUATED, LENGTH, PAIRS, REAL_PAIRS, SEQUENCES
+from torch import Tensor
+
+from kvhub import KVMapper, calibrate, console, evaluate, fit, select_layers
+from kvhub.data import evaluation_stream, token_batches
+from kvhub.models import load_model, load_tokenizer
+from kvhub.moments import KINDS
+from kvhub.ridge import regress
+from kvhub.selection import Selection, head_averaged_r2
+from kvhub.stats import Statistics
+
+RIDGE = 1e-3
+Lists = dict[str, list[list[int]]]  # by kind, per target layer
+
+
+def one_list(layers: list[list[int]]) -> Lists:
+    return dict.fromkeys(KINDS, layers)
+
+
+def probe_lists(statistics: Statistics, kind: str) -> list[list[int]]:
+    """All source layers of each target layer, best held-out probe of that kind first."""
+    single = statistics.matched() if statistics.heads == "all" else statistics
+    scores = []
+    for layer in range(statistics.source.num_layers):
+        weights, bias = regress(single.block("fitted", kind, [layer], None), 0.0, "relative")
+        held_out = single.block("held_out", kind, [layer], None)
+        scores.append(head_averaged_r2(held_out, weights, bias, statistics.target))
+    return torch.stack(scores, 1).sort(dim=-1, descending=True, stable=True).indices.tolist()
+
+
+def held_out_r2(statistics: Statistics, layers: list[int], target_layer: int) -> float:
+    """Of keys and values together, their squares relative to each kind's own."""
+    found = 0.0
+    for kind in KINDS:
+        weights, bias = regress(
+            statistics.block("fitted", kind, layers, target_layer), RIDGE, "relative"
+        )
+        block = statistics.block("held_out", kind, layers, target_layer)
+        found += 1 - float(block.residual_square(weights, bias).sum() / block.target_square.sum())
+    return found / len(KINDS)
+
+
+def spread(statistics: Statistics, order: list[list[int]], total: int) -> list[list[int]]:
+    """`total` source layers over the target layers, each next one where it gains most."""
+    counts = [1] * len(order)
+
+    def gain(layer: int) -> float:
+        now, more = counts[layer], counts[layer] + 1
+        if more > len(order[layer]):
+            return -1.0
+        return held_out_r2(statistics, order[layer][:more], layer) - held_out_r2(
+            statistics, order[layer][:now], layer
+        )
+
+    gains = [gain(layer) for layer in range(len(order))]
+    for _ in range(total - len(order)):
+        best = max(range(len(order)), key=gains.__getitem__)
+        counts[best] += 1
+        gains[best] = gain(best)
+    return [layers[:count] for layers, count in zip(order, counts, strict=True)]
+
+
+def reduce_rank(weights: Tensor, gram: Tensor, rank: int) -> Tensor:
+    """The best weights of that rank for the same regression (Izenman 1975)."""
+    _, vectors = torch.linalg.eigh(weights.mT @ gram @ weights)
+    kept = vectors[..., -rank:]
+    return weights @ kept @ kept.mT
+
+
+def assemble(statistics: Statistics, lists: Lists, rank: int | None = None) -> KVMapper:
+    """A mapper that reads, for keys and for values, these source layers and no others."""
+    target_layers, source_layers = statistics.target.num_layers, statistics.source.num_layers
+    union = [
+        sorted({*lists["keys"][layer], *lists["values"][layer]}) for layer in range(target_layers)
+    ]
+    top_k = max(map(len, union))
+    for layers in union:
+        unused = [layer for layer in range(source_layers) if layer not in layers]
+        layers += unused[: top_k - len(layers)]
+    selection = Selection(union, [[0.0] * source_layers] * target_layers, "probe", "held_out")
+    mapper = fit(statistics, selection, ridge_lambda=RIDGE)
+    tensors = mapper.tensors()
+    for kind in KINDS:
+        for layer, layers in enumerate(lists[kind]):
+            block = statistics.block("fitted", kind, layers, layer)
+            weights, bias = regress(block, RIDGE, "relative")
+            if rank is not None:
+                weights = reduce_rank(weights, block.gram, rank)
+                bias = block.target_mean - torch.einsum("gf,gfo->go", block.source_mean, weights)
+            padded = tensors[f"{kind[:-1]}_weight"][layer]
+            groups, _, outputs = padded.shape
+            by_layer = weights.view(groups, len(layers), -1, outputs).to(padded)
+            padded.zero_()
+            places = torch.tensor([union[layer].index(one) for one in layers])
+            padded.view(groups, top_k, -1, outputs)[:, places] = by_layer
+            tensors[f"{kind[:-1]}_bias"][layer] = bias
+    return KVMapper(mapper.config, tensors)
+
+
+def size(statistics: Statistics, lists: Lists) -> int:
+    """Numbers of the weights."""
+    heads = 1 if statistics.heads == "all" else statistics.target.kv_heads
+    per_layer = statistics.source.kv_dim * statistics.target.kv_dim // heads
+    return per_layer * sum(len(layers) for kind in KINDS for layers in lists[kind])
+
+
+def variants(statistics: Statistics, top_k: int) -> Any:
+    """Name, statistics, lists and rank of each."""
+    most, layers = statistics.source.num_layers, statistics.target.num_layers
+    matched = statistics.matched()
+    kv_heads = statistics.target.kv_heads
+    order = select_layers(statistics, most).layers
+    first = [chosen[:top_k] for chosen in order]
+    yield f"all, {top_k}", statistics, one_list(first), None
+    published = select_layers(statistics, top_k, scored_on="fitted").layers
+    yield f"all, {top_k}, in-sample probe", statistics, one_list(published), None
+    greedy = select_layers(statistics, top_k, method="greedy").layers
+    yield f"all, {top_k}, greedy", statistics, one_list(greedy), None
+    own = {kind: [chosen[:top_k] for chosen in probe_lists(statistics, kind)] for kind in KINDS}
+    yield f"all, {top_k}, own lists", statistics, own, None
+    budget = spread(statistics, order, top_k * layers)
+    yield f"all, {top_k} per layer on average", statistics, one_list(budget), None
+    double = min(2 * top_k, most)
+    wide, out = statistics.source.kv_dim, statistics.target.kv_dim
+    rank = int(top_k * wide * out / (double * wide + out))
+    lists = one_list([chosen[:double] for chosen in order])
+    yield f"all, {double}, rank {rank}", statistics, lists, rank
+    same = min(kv_heads * top_k, most)
+    for count in sorted({same, top_k}, reverse=True):
+        yield f"matched, {count}", matched, one_list([chosen[:count] for chosen in order]), None
+    yield f"matched, {top_k}, greedy", matched, one_list(greedy), None
+    yield f"all, {most}", statistics, one_list(order), None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    known = {**PAIRS, **REAL_PAIRS}
+    parser.add_argument("--pair", choices=known, default="smollm2-26-to-30")
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--json", type=Path, help="write the results there too")
+    arguments = parser.parse_args()
+    paths = known[arguments.pair]
+    source, target = (load_model(str(path), dtype="float32", device="cpu") for path in paths[:2])
+    tokenizer, data = load_tokenizer(str(paths[1])), paths[2]
+
+    def text(name: str, sequences: int, start: int = 0) -> list[Any]:
+        options = {"length": LENGTH, "batch_size": 4, "start": start}
+        return list(token_batches(tokenizer, name, sequences=sequences, **options))
+
+    statistics = calibrate(source, target, text(data, SEQUENCES))
+    record = {"data": data, "sequences": SEQUENCES, "length": LENGTH}
+    held_out, start, _ = evaluation_stream(record)
+    evaluated = text(held_out, EVALUATED, start)
+    rows = []
+    print("| layers and heads | numbers | KL | agreement |\n|---|---|---|---|")
+    for name, sums, lists, rank in variants(statistics, arguments.top_k):
+        mapped = evaluate(assemble(sums, lists, rank), source, target, evaluated).settings["mapped"]
+        numbers = size(sums, lists)
+        if rank is not None:
+            layers = statistics.target.num_layers
+            inner = len(lists["keys"][0]) * statistics.source.kv_dim + statistics.target.kv_dim
+            numbers = 2 * layers * rank * inner
+        rows.append(
+            {
+                "name": name,
+                "numbers": numbers,
+                "kl": mapped.kl.value,
+                "agreement": mapped.agreement.value,
+            }
+        )
+        print(f"| {name} | {numbers / 1e6:.2f} M | {mapped.kl.value:.3f} ", end="")
+        print(f"| {mapped.agreement.value:.3f} |", flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    console.say("Done.")
+
+
+if __name__ == "__main__":
+    main()
