@@ -103,8 +103,7 @@ def show_fit(name: str, mapper: "KVMapper") -> None:
     )
     for kind, errors in quality.get("alignment", {}).items():
         before, after = (sum(parts) / len(errors) for parts in zip(*errors, strict=True))
-        what = "keys, weighted" if kind == "keys" else "what is read of the values"
-        say(f"Aligned: held-out error of {what}: {before:.3f} before, {after:.3f} after.")
+        say(f"Held-out error of what is read, by its {kind}: {before:.3f}, aligned {after:.3f}.")
 
 
 def show_timings(
