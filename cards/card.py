@@ -255,9 +255,11 @@ def _fit(config: dict[str, Any]) -> str:
     ridge = config["ridge"]
     aligned = ""
     if alignment := ridge.get("alignment"):
+        share = alignment.get("value_share", 1.0)  # set where `kvhub fit` chose it
+        values = "as they were" if share == 0 else f"{share:.0%} of the way to the best ones"
         aligned = (
-            " Then fitted again to the target's attention output, with penalties chosen on "
-            f"held-out sequences of {', '.join(f'{one:g}' for one in alignment['lambdas'])}."
+            " Then fitted again to the target's attention output: keys by Gauss-Newton, values "
+            f"{values}."
         )
     networks = ""
     if repair := config.get("repair"):

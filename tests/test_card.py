@@ -353,6 +353,21 @@ def captured(monkeypatch, function, command):
 
 
 @pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (0.0, "keys by Gauss-Newton, values as they were."),
+        (0.5, "keys by Gauss-Newton, values 50% of the way to the best ones."),
+    ],
+)
+def test_the_card_says_how_far_a_mapper_is_aligned(share, expected):
+    ridge = {"lambda": 1e-3, "scale": "relative", "tokens": 9, "features": 8}
+    plain = render(make_config(ridge=ridge))
+    aligned = render(make_config(ridge=ridge | {"alignment": {"value_share": share}}))
+    assert expected in " ".join(aligned.split())
+    assert "Gauss-Newton" not in plain
+
+
+@pytest.mark.parametrize(
     ("calibration", "data"),
     [
         (BUILT_IN, "stdlib"),
