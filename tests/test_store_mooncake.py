@@ -243,11 +243,17 @@ def test_a_killed_server_is_an_error_and_its_restart_mends_it(cluster):
     assert first("stats")["errors"] > 0
 
 
+def stop(process):
+    """Stop a child, and be sure of it: a thread of it may still have answered the next request."""
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+
+
 @needs_mooncake
 def test_a_server_that_hangs_blocks_nobody(cluster):
     client = cluster.client()
     assert client("put", "a", 1, ENTRY)
-    os.kill(cluster.server.pid, signal.SIGSTOP)
+    stop(cluster.server)
     try:
         for _ in range(20):
             assert failed(client("get", "a"))
@@ -264,7 +270,7 @@ def test_a_killed_holder_of_entries_blocks_nobody(cluster):
     for seed in range(4):
         assert holder("put", f"{seed}", seed, ENTRY)
     assert reader("get", "0") == digest(0)
-    os.kill(holder.process.pid, signal.SIGSTOP)
+    stop(holder.process)
     assert failed(reader("get", "1"))
     holder.kill()
     within(lambda: all(reader("get", f"{seed}") is None for seed in range(4)))
