@@ -23,12 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fidelity import EVALUATED, LENGTH, PAIRS, REAL_PAIRS, SEQUENCES
+from fidelity import PAIRS, REAL_PAIRS, SEQUENCES, read_pair
 from torch import Tensor
 
 from kvhub import KVMapper, calibrate, console, evaluate, fit, select_layers
-from kvhub.data import evaluation_stream, token_batches
-from kvhub.models import load_model, load_tokenizer
 from kvhub.moments import KINDS
 from kvhub.ridge import regress
 from kvhub.selection import Selection, head_averaged_r2
@@ -164,18 +162,8 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--json", type=Path, help="write the results there too")
     arguments = parser.parse_args()
-    paths = known[arguments.pair]
-    source, target = (load_model(str(path), dtype="float32", device="cpu") for path in paths[:2])
-    tokenizer, data = load_tokenizer(str(paths[1])), paths[2]
-
-    def text(name: str, sequences: int, start: int = 0) -> list[Any]:
-        options = {"length": LENGTH, "batch_size": 4, "start": start}
-        return list(token_batches(tokenizer, name, sequences=sequences, **options))
-
-    statistics = calibrate(source, target, text(data, SEQUENCES))
-    record = {"data": data, "sequences": SEQUENCES, "length": LENGTH}
-    held_out, start, _ = evaluation_stream(record)
-    evaluated = text(held_out, EVALUATED, start)
+    source, target, text, evaluated = read_pair(known[arguments.pair])
+    statistics = calibrate(source, target, text(SEQUENCES))
     rows = []
     print("| layers and heads | numbers | KL | agreement |\n|---|---|---|---|")
     for name, sums, lists, rank in variants(statistics, arguments.top_k):

@@ -18,7 +18,7 @@ Pairs that are in the JSON file already are not made again.
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ REAL_PAIRS = {
 SEQUENCES, LENGTH, EVALUATED = 128, 256, 32
 TOP_K = 8  # or all of a source with fewer layers
 EXACT_TOKENS = (0, 4, 32)
+Text = Callable[..., list[Any]]
 COLUMNS = (  # of the tables; the JSON file has every method with every number of exact tokens
     ("source alone", None),
     ("published", 0),
@@ -77,20 +78,24 @@ def mappers(source: Any, target: Any, batches: list[Any]) -> Iterator[tuple[str,
         yield heads, best.mapper
 
 
-def rows_of(paths: tuple[Path, Path, str]) -> Iterator[dict[str, Any]]:
-    """The figures of one pair, a row per method."""
+def read_pair(paths: tuple[Path, Path, str]) -> tuple[Any, Any, Text, list[Any]]:
+    """Source, target, a reader of the calibration text by its sequences, and the text to score."""
     source, target = (load_model(str(path), dtype="float32", device="cpu") for path in paths[:2])
     tokenizer, data = load_tokenizer(str(paths[1])), paths[2]
 
-    def text(name: str, sequences: int, start: int = 0) -> list[Any]:
+    def text(sequences: int, name: str = data, start: int = 0) -> list[Any]:
         options = {"length": LENGTH, "batch_size": 4, "start": start}
         return list(token_batches(tokenizer, name, sequences=sequences, **options))
 
-    batches = text(data, SEQUENCES)
     record = {"data": data, "sequences": SEQUENCES, "length": LENGTH}
     held_out, start, _ = evaluation_stream(record)
-    evaluated = text(held_out, EVALUATED, start)
-    for name, mapper in mappers(source, target, batches):
+    return source, target, text, text(EVALUATED, held_out, start)
+
+
+def rows_of(paths: tuple[Path, Path, str]) -> Iterator[dict[str, Any]]:
+    """The figures of one pair, a row per method."""
+    source, target, text, evaluated = read_pair(paths)
+    for name, mapper in mappers(source, target, text(SEQUENCES)):
         report = evaluate(
             mapper, source, target, evaluated, exact_prefix=0, exact_budgets=EXACT_TOKENS
         ).to_dict()

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from fidelity import EVALUATED, LENGTH, PAIRS, SEQUENCES, TOP_K
+from fidelity import LENGTH, PAIRS, SEQUENCES, TOP_K, read_pair
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -22,9 +22,8 @@ from kvhub import KVMapper, align, calibrate, console, evaluate, fit, select_lay
 from kvhub.alignment_rows import map_layer
 from kvhub.cache import cache_of, prefill, read_cache
 from kvhub.calibration import content_states
-from kvhub.data import TokenBatch, evaluation_stream, token_batches
+from kvhub.data import TokenBatch
 from kvhub.exact import EXACT_PREFIX
-from kvhub.models import load_model, load_tokenizer
 
 PREFIX = LENGTH * 3 // 4
 BATCH, RATE = 8, 3e-4
@@ -94,17 +93,8 @@ def train(mapper: KVMapper, source: Any, target: Any, ids: Tensor, epochs: int) 
 
 
 def rows_of(paths: Any, sequences: int, epochs: int) -> Iterator[tuple[str, float]]:
-    source, target = (load_model(str(path), dtype="float32", device="cpu") for path in paths[:2])
-    tokenizer, data = load_tokenizer(str(paths[1])), paths[2]
-
-    def text(name: str, count: int, start: int = 0) -> list[TokenBatch]:
-        options = {"length": LENGTH, "batch_size": 4, "start": start}
-        return list(token_batches(tokenizer, name, sequences=count, **options))
-
-    batches = text(data, SEQUENCES)
-    record = {"data": data, "sequences": SEQUENCES, "length": LENGTH}
-    held_out, start, _ = evaluation_stream(record)
-    evaluated = text(held_out, EVALUATED, start)
+    source, target, text, evaluated = read_pair(paths)
+    batches = text(SEQUENCES)
 
     def kl(mapper: KVMapper) -> float:
         return evaluate(mapper, source, target, evaluated).settings["mapped"].kl.value
@@ -115,7 +105,7 @@ def rows_of(paths: Any, sequences: int, epochs: int) -> Iterator[tuple[str, floa
     yield "plain fit", kl(plain)
     aligned = align(plain, source, target, batches)
     yield "aligned", kl(aligned)
-    ids = torch.cat([batch.input_ids for batch in text(data, sequences)])
+    ids = torch.cat([batch.input_ids for batch in text(sequences)])
     yield f"trained on {sequences}", kl(train(aligned, source, target, ids, epochs))
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvhub.alignment_rows import KEY_EFFECTIVE_SHARE, Layer, Rows, key_rows, map_layer, value_rows
 from kvhub.alignment_state import AlignmentState
 from kvhub.attention import observe_attention
-from kvhub.calibration import HELD_OUT_EVERY, content_states, reduce_moments
+from kvhub.calibration import HELD_OUT_EVERY, content_states, reduce_moments, sum_over_ranks
 from kvhub.compatibility import require_same
 from kvhub.data import TokenBatch
 from kvhub.errors import UsageError
@@ -303,10 +303,9 @@ def _align_keys(
         held_out_rows[index - layers.start] += held_out[rows.sequences].sum().cpu()
 
     reading.once(layers, weigh)
-    if _distributed():
-        torch.distributed.all_reduce(held_out_rows)
-        for each in moments.values():
-            reduce_moments(each)
+    sum_over_ranks(held_out_rows)
+    for each in moments.values():
+        reduce_moments(each)
     reading.require_both(moments[layers.start].tokens, float(held_out_rows[0]), exact_prefix)
 
     descents: dict[int, Descent] = {}
@@ -359,9 +358,8 @@ def _align_values(
     errors = []
     for index in layers:
         fitted, held_out = moments.pop(index)
-        if _distributed():
-            reduce_moments(fitted)
-            reduce_moments(held_out)
+        reduce_moments(fitted)
+        reduce_moments(held_out)
         reading.require_both(fitted.tokens, held_out.tokens, exact_prefix)
         weight, bias = (state.tensors[f"value_{part}"][index] for part in ("weight", "bias"))
         old = (part.to(device, torch.float64) for part in (weight, bias))
@@ -382,7 +380,3 @@ def _update(moments: Moments, rows: Rows, which: Tensor) -> None:
 def _block(moments: Moments) -> Block:
     """All of the moments as one regression per group."""
     return Block(**{item.name: getattr(moments, item.name) for item in fields(Block)})
-
-
-def _distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvhub.calibration import sum_over_ranks
 from kvhub.data import TokenBatch
 from kvhub.evaluation import evaluate
 from kvhub.exact import EXACT_PREFIX
@@ -96,9 +97,7 @@ def choose_alignment(
             count = report.provenance["sequences"]
             kl = (report.exact[0].kl.value, report.settings["mapped"].kl.value)
             sums += torch.tensor([*(count * each for each in kl), count], dtype=sums.dtype)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(sums)
-        none, sink, count = sums.tolist()
+        none, sink, count = sum_over_ranks(sums).tolist()
         tried.append(Candidate(mapper, share, (none / count, sink / count)))
     start = tried[0]
     no_worse = [one for one in tried if all(a <= b for a, b in zip(one.kl, start.kl, strict=True))]

@@ -294,8 +294,7 @@ def reduce_statistics(statistics: Statistics) -> Statistics:
     Every rank's moments are taken about the common mean and then summed, which is the merge of
     `Moments` for many at once.
     """
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and torch.distributed.get_world_size() > 1:
+    if is_distributed() and torch.distributed.get_world_size() > 1:
         provenance = dict(statistics.provenance)
         for name in ("sequences", "held_out_sequences"):
             count = torch.tensor(provenance[name])
@@ -311,13 +310,23 @@ def reduce_statistics(statistics: Statistics) -> Statistics:
     return statistics
 
 
-def reduce_moments(moments: Moments) -> None:
-    """Sum moments over the ranks of the process group, in place."""
+def is_distributed() -> bool:
+    """Whether this process is a rank of a `torch.distributed` group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
-    def summed(tensor: Tensor) -> Tensor:
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """The tensor, summed in place over the ranks of the process group if there is one."""
+    if is_distributed():
         torch.distributed.all_reduce(tensor)
-        return tensor
+    return tensor
 
+
+def reduce_moments(moments: Moments) -> None:
+    """Sum moments over the ranks of the process group, in place; without one, do nothing."""
+    if not is_distributed():
+        return
+    summed = sum_over_ranks
     own = moments.weight.clone()
     total = summed(moments.weight.clone())
     share = (own / total.clamp(min=1e-300))[:, None]
@@ -336,7 +345,7 @@ def reduce_moments(moments: Moments) -> None:
 
 
 def _rank_path(path: Path) -> Path:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if is_distributed():
         return path.with_name(f"{path.name}.rank{torch.distributed.get_rank()}")
     return path
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvhub.alignment_rows import Layer
 from kvhub.attention import attention_weights
+from kvhub.calibration import sum_over_ranks
 from kvhub.compatibility import Heads
 from kvhub.moments import Moments, group_features
 from kvhub.rope import Rope, apply_rope, strip_rope
@@ -148,21 +149,18 @@ class Descent:
 
     def step(self) -> None:
         """Go on with what a pass gave, under `torchrun` on all ranks together."""
-        sums = (self.fitted, self.held_out, self.squares)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            for each in sums:
-                torch.distributed.all_reduce(each)
-        fitted, held_out, squares = sums
+        fitted, held_out, squares = map(sum_over_ranks, (self.fitted, self.held_out, self.squares))
         self._clear()
         if not self.started:
             self.started = True
             self.squares_at_start = squares
             self.residual, self.slope = -fitted, held_out
             self.direction = self._preconditioned()
+            self.descent = self._dot(self.residual, self.direction)
             # Half of the held-out error of each head, less that at the start.
-            self.loss = self.best_loss = 0 * self._dot(self.slope, self.direction)
+            self.loss = self.best_loss = torch.zeros_like(self.descent)
             return
-        before = self._dot(self.residual, self._preconditioned())
+        before = self.descent
         curvature = self._dot(self.direction, fitted)
         length = torch.where(curvature > 0, before / curvature, 0)
         along = self._spread(length)
@@ -174,7 +172,8 @@ class Descent:
         self.best = torch.where(self._spread(self.loss < self.best_loss), self.solution, self.best)
         self.best_loss = torch.minimum(self.loss, self.best_loss)
         towards = self._preconditioned()
-        turn = torch.where(before > 0, self._dot(self.residual, towards) / before, 0)
+        self.descent = self._dot(self.residual, towards)
+        turn = torch.where(before > 0, self.descent / before, 0)
         self.direction = towards + self._spread(turn) * self.direction
 
     def result(self) -> tuple[Tensor, Tensor, list[float]]:
