@@ -110,4 +110,11 @@ def _part_way(plain: KVMapper, aligned: KVMapper, share: float) -> KVMapper:
         tensors[name] = plain.tensors()[name].lerp(tensors[name], share)
     config = aligned.config
     how = {**config.ridge["alignment"], "value_share": share}
-    return KVMapper(replace(config, ridge={**config.ridge, "alignment": how}), tensors)
+    quality = config.quality
+    if share < 1:
+        # The error of values on the way was not measured.
+        errors = {**quality["alignment"]}
+        del errors["values"]
+        quality = {**quality, "alignment": errors}
+    ridge = {**config.ridge, "alignment": how}
+    return KVMapper(replace(config, ridge=ridge, quality=quality), tensors)

@@ -24,7 +24,9 @@ def mappers(models):
     plain = random_mapper(*map(ModelSpec.from_model, models))
     ridge = {**plain.config.ridge, "alignment": {"exact_prefix": 4}}
     tensors = {name: 3 * tensor for name, tensor in plain.tensors().items()}
-    return plain, KVMapper(replace(plain.config, ridge=ridge), tensors)
+    errors = {"keys": [[2.0, 1.0]] * 3, "values": [[4.0, 3.0]] * 3}
+    quality = {**plain.config.quality, "alignment": errors}
+    return plain, KVMapper(replace(plain.config, ridge=ridge, quality=quality), tensors)
 
 
 def text():
@@ -47,6 +49,9 @@ def test_candidates_lie_on_the_way_and_have_the_kl_of_an_evaluation(mappers, mod
             expected = (1 + 2 * candidate.value_share) * plain.tensors()[f"value_{part}"]
             torch.testing.assert_close(tensors[f"value_{part}"], expected)
         assert candidate.mapper.config.ridge["alignment"]["value_share"] == candidate.value_share
+        errors = candidate.mapper.config.quality["alignment"]
+        # Those of values that went only part of the way are not known.
+        assert set(errors) == ({"keys", "values"} if candidate.value_share == 1 else {"keys"})
     for candidate in tried:
         for exact_prefix, kl in zip((0, EXACT_PREFIX), candidate.kl, strict=True):
             report = evaluate(candidate.mapper, *models, text(), exact_prefix=exact_prefix)
