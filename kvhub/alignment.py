@@ -44,8 +44,6 @@ __all__ = ["MEMORY_BYTES", "align"]
 # take passes of their own, and more text is run through the models in each pass.
 MEMORY_BYTES = 4 * 2**30
 STAGES = ("keys", "values")
-# Passes over the text: of the keys for their weights, the gradient and each step.
-PASSES = {"keys": 2 + STEPS, "values": 1}
 
 Visit = Callable[[int, Layer, dict[str, Tensor], Tensor], None]
 
@@ -57,6 +55,7 @@ def align(
     token_batches: Iterable[TokenBatch],
     *,
     exact_prefix: int = EXACT_PREFIX,
+    key_steps: int = STEPS,
     held_out_every: int = HELD_OUT_EVERY,
     memory_bytes: int = MEMORY_BYTES,
     checkpoint: Path | None = None,
@@ -77,6 +76,8 @@ def align(
         Read once per pass, so a list and not a generator; padded on the right.
     exact_prefix
         Tokens at the start that hand-offs compute themselves.
+    key_steps
+        Of the keys' descent, each a pass over the text; with 0 the keys stay as they are.
     held_out_every
         Every n-th sequence is kept apart, as in `calibrate`.
     memory_bytes
@@ -100,12 +101,13 @@ def align(
     IncompatiblePairError
         The mapper is one of other models.
     UsageError
-        The mapper has networks, the batches can be read only once, or no sequence is left to fit
-        or held out.
+        The mapper has networks, the batches can be read only once, no sequence is left to fit or
+        held out, or `key_steps` is negative.
     VerificationError
         A cache is not finite.
     ConflictError
-        The checkpoint belongs to another mapper. The caller deletes it once the result is safe.
+        The checkpoint belongs to another mapper or other settings. The caller deletes it once the
+        result is safe.
     """
     config = mapper.config
     require_same(config.source, ModelSpec.from_model(source_model), "source")
@@ -120,16 +122,27 @@ def align(
             "Aligning reads the text more than once; found an iterator, which can be read once.",
             "Pass a list: list(token_batches).",
         )
-    state = AlignmentState.start(mapper)
+    if key_steps < 0:
+        raise UsageError(f"key_steps must not be negative; found {key_steps}.")
+    how = {
+        "exact_prefix": exact_prefix,
+        "held_out_every": held_out_every,
+        "key_steps": key_steps,
+        "key_effective_share": KEY_EFFECTIVE_SHARE,
+        "lambdas": list(LAMBDAS),
+    }
+    state = AlignmentState.start(mapper, how)
     if checkpoint is not None and checkpoint.is_file():
-        state = AlignmentState.resume(checkpoint, mapper)
+        state = AlignmentState.resume(checkpoint, mapper, how)
     left = [
         (stage, layers)
         for stage, layers in _parts(config, memory_bytes)
         if layers.start >= len(state.errors[stage])
     ]
     batches = len(token_batches) if isinstance(token_batches, Sized) else 0
-    total = batches * sum(PASSES[stage] for stage, _ in left)
+    # Of the keys for their weights, the gradient and each step.
+    passes = {"keys": 2 + key_steps, "values": 1}
+    total = batches * sum(passes[stage] for stage, _ in left)
     reading = _Reading(
         config,
         source_model,
@@ -141,17 +154,13 @@ def align(
         progress,
     )
     for stage, layers in left:
-        fit_layers = _align_keys if stage == "keys" else _align_values
-        state.errors[stage] += fit_layers(reading, state, layers, exact_prefix)
+        if stage == "keys":
+            errors = _align_keys(reading, state, layers, exact_prefix, key_steps)
+        else:
+            errors = _align_values(reading, state, layers, exact_prefix)
+        state.errors[stage] += errors
         if checkpoint is not None:
-            state.save(checkpoint, mapper)
-    how = {
-        "exact_prefix": exact_prefix,
-        "held_out_every": held_out_every,
-        "key_steps": STEPS,
-        "key_effective_share": KEY_EFFECTIVE_SHARE,
-        "lambdas": list(LAMBDAS),
-    }
+            state.save(checkpoint)
     return KVMapper(
         replace(
             config,
@@ -288,7 +297,7 @@ class _Reading:
 
 
 def _align_keys(
-    reading: _Reading, state: AlignmentState, layers: range, exact_prefix: int
+    reading: _Reading, state: AlignmentState, layers: range, exact_prefix: int, key_steps: int
 ) -> list[list[float]]:
     """Put the layers' new keys into the state; of each the held-out error before and after."""
     config, device = reading.config, reading.target_model.device
@@ -319,7 +328,7 @@ def _align_keys(
     def gather(index: int, layer: Layer, states: dict[str, Tensor], held_out: Tensor) -> None:
         descents[index].add(layer, states["keys"], held_out, heads, rope, exact_prefix)
 
-    for _ in range(1 + STEPS):
+    for _ in range(1 + key_steps):
         reading.once(layers, gather)
         for index in layers:
             descents[index].step()

@@ -20,7 +20,7 @@ from kvhub.mapper import KVMapper
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["VALUE_SHARES", "Candidate", "choose_alignment"]
+__all__ = ["VALUE_SHARES", "Candidate", "choose_alignment", "part_way"]
 
 VALUE_SHARES = (0.0, 0.5, 1.0)
 
@@ -74,7 +74,7 @@ def choose_alignment(
     tried
         All candidates, `plain` first.
     """
-    mappers = [(plain, None), *((_part_way(plain, aligned, one), one) for one in VALUE_SHARES)]
+    mappers = [(plain, None), *((part_way(plain, aligned, one), one) for one in VALUE_SHARES)]
     tried = []
     for index, (mapper, share) in enumerate(mappers):
 
@@ -104,7 +104,8 @@ def choose_alignment(
     return min(no_worse, key=lambda one: sum(one.kl)), tried
 
 
-def _part_way(plain: KVMapper, aligned: KVMapper, share: float) -> KVMapper:
+def part_way(plain: KVMapper, aligned: KVMapper, share: float) -> KVMapper:
+    """The aligned keys, with values `share` of the way from the plain to the aligned ones."""
     tensors = aligned.tensors()
     for name in ("value_weight", "value_bias"):
         tensors[name] = plain.tensors()[name].lerp(tensors[name], share)

@@ -7,7 +7,7 @@ import torch
 from mapping import identity_mapper
 from tiny import tiny_model
 
-from kvhub import ModelSpec, calibrate, fit, select_layers
+from kvhub import KVMapper, ModelSpec, calibrate, fit, select_layers
 from kvhub.alignment import align
 from kvhub.alignment_rows import Layer, key_rows, map_layer, value_rows
 from kvhub.data import TokenBatch
@@ -263,6 +263,23 @@ def test_a_perfect_mapper_stays_as_it_is(target):
         torch.testing.assert_close(found.tensors()[name], tensor, rtol=0, atol=2e-3)
 
 
+def test_each_of_the_first_steps_leaves_less_error_in_the_keys(target):
+    tensors = identity_mapper(target).tensors()
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(tensors["key_weight"].shape, generator=generator)
+    tensors["key_weight"] = tensors["key_weight"] + 0.1 * noise
+    start = KVMapper(identity_mapper(target).config, tensors)
+    errors = []
+    for steps in (0, 1, 2):
+        found = aligned(start, target, target, key_steps=steps)
+        errors.append([after for _, after in found.config.quality["alignment"]["keys"]])
+        if steps == 0:
+            torch.testing.assert_close(found.key_weight, start.key_weight)
+            torch.testing.assert_close(found.key_bias, start.key_bias)
+    for layer in zip(*errors, strict=True):
+        assert layer[0] > 2 * layer[1] > 2 * layer[2]
+
+
 def test_passes_of_few_layers_give_what_one_pass_gives(plain, source, target):
     passes = []
     few = aligned(
@@ -299,6 +316,9 @@ def test_an_interrupted_alignment_goes_on(plain, source, target, tmp_path):
         assert torch.equal(resumed.tensors()[name], tensor)
     with pytest.raises(ConflictError, match="another mapper"):
         aligned(plain["all"], source, target, checkpoint=path)
+    for option in ({"exact_prefix": 3}, {"key_steps": 1}):
+        with pytest.raises(ConflictError, match="other settings"):
+            aligned(plain["matched"], source, target, checkpoint=path, **option)
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(VerificationError, match="not a whole safetensors file"):
         aligned(plain["matched"], source, target, checkpoint=path)
@@ -311,3 +331,5 @@ def test_what_cannot_be_aligned_is_refused(plain, source, target):
         align(plain["all"], source, target, batches(), held_out_every=1000)
     with pytest.raises(UsageError, match="more than once"):
         align(plain["all"], source, target, iter(batches()))
+    with pytest.raises(UsageError, match="key_steps"):
+        aligned(plain["all"], source, target, key_steps=-1)
