@@ -29,7 +29,7 @@ from kvhub.alignment_choice import part_way
 from kvhub.data import TokenBatch
 from kvhub.key_fit import STEPS
 
-MOST_STEPS = 4
+MOST_STEPS = 3
 
 
 def variants(
