@@ -1,6 +1,6 @@
 """What else the numbers of a map could be spent on: layers, heads and ranks, at equal size.
 
-python benchmarks/ablation.py [--pair NAME] [--json FILE]
+python benchmarks/ablation.py [--pair NAME] [--top-k K] [--aligned all|matched] [--json FILE]
 
 One calibration of a pair of `benchmarks/fidelity.py`, and plain ridge regressions from it, not
 aligned, so that only the choice of features differs:
@@ -13,20 +13,29 @@ aligned, so that only the choice of features differs:
     low rank         twice the layers, through factors of as many numbers
     matched, k       matched heads, with as many numbers where k allows, and with fewer
 
-Each is scored as a hand-off with an exact sink on held-out text. A mapper has one k and one list
-per target layer; here the others are made in one with more layers, whose other weights are 0.
+Each is scored by hand-offs of held-out text (agreement: with an exact sink). A mapper has one k and
+one list per target layer; here the others are made in one with more layers, whose other weights
+are 0.
+
+With --aligned instead: what k per layer is worth to a mapper as `kvhub fit` makes it, aligned as
+far as held-out text likes it. Takes as many alignments as there are different k.
 """
 
 import argparse
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from fidelity import PAIRS, REAL_PAIRS, SEQUENCES, read_pair
+from fidelity import EXACT_TOKENS, PAIRS, REAL_PAIRS, SEQUENCES, read_pair
 from torch import Tensor
 
 from kvhub import KVMapper, calibrate, console, evaluate, fit, select_layers
+from kvhub.alignment import align
+from kvhub.alignment_choice import choose_alignment
+from kvhub.fitting import held_out_batches
 from kvhub.moments import KINDS
 from kvhub.ridge import regress
 from kvhub.selection import Selection, head_averaged_r2
@@ -120,11 +129,38 @@ def assemble(statistics: Statistics, lists: Lists, rank: int | None = None) -> K
     return KVMapper(mapper.config, tensors)
 
 
-def size(statistics: Statistics, lists: Lists) -> int:
-    """Numbers of the weights."""
-    heads = 1 if statistics.heads == "all" else statistics.target.kv_heads
-    per_layer = statistics.source.kv_dim * statistics.target.kv_dim // heads
-    return per_layer * sum(len(layers) for kind in KINDS for layers in lists[kind])
+def aligned(statistics: Statistics, lists: list[list[int]], models: Any, batches: Any) -> KVMapper:
+    """What `kvhub fit` would make of these lists, one for keys and values.
+
+    A layer's alignment does not depend on the other layers' maps, so each is taken from a mapper in
+    which all have as many source layers as it.
+    """
+    plain = assemble(statistics, one_list(lists))
+    tensors = {name: tensor.clone() for name, tensor in plain.tensors().items()}
+    for count in sorted({len(layers) for layers in lists}):
+        same = [list(layers[:count]) for layers in plain.config.selection]
+        found = align(assemble(statistics, one_list(same)), *models, batches)
+        for name, tensor in found.tensors().items():
+            for layer, layers in enumerate(lists):
+                if len(layers) == count:  # features that are used come first
+                    tensors[name][layer][:, : tensor.shape[2]] = tensor[layer]
+    config = replace(plain.config, ridge=found.config.ridge, quality=found.config.quality)
+    whole = KVMapper(config, tensors)
+    best, _ = choose_alignment(plain, whole, *models, held_out_batches(batches))
+    return best.mapper
+
+
+def size(statistics: Statistics, lists: Lists, rank: int | None = None) -> int:
+    """Numbers of the weights, or of their two factors."""
+    groups = 1 if statistics.heads == "all" else statistics.target.kv_heads
+    outputs = statistics.target.kv_dim // groups
+    numbers = 0
+    for kind in KINDS:
+        for layers in lists[kind]:
+            features = len(layers) * statistics.source.kv_dim // groups
+            one = features * outputs if rank is None else rank * (features + outputs)
+            numbers += groups * one
+    return numbers
 
 
 def variants(statistics: Statistics, top_k: int) -> Any:
@@ -155,34 +191,54 @@ def variants(statistics: Statistics, top_k: int) -> Any:
     yield f"all, {most}", statistics, one_list(order), None
 
 
+def plain_mappers(statistics: Statistics, top_k: int) -> Iterator[tuple[str, int, KVMapper]]:
+    """Name, numbers and mapper of each variant."""
+    for name, sums, lists, rank in variants(statistics, top_k):
+        yield name, size(sums, lists, rank), assemble(sums, lists, rank)
+
+
+def aligned_mappers(
+    statistics: Statistics, top_k: int, models: Any, batches: Any
+) -> Iterator[tuple[str, int, KVMapper]]:
+    """Of one k and of k per layer, aligned."""
+    source_layers, target_layers = statistics.source.num_layers, statistics.target.num_layers
+    order = select_layers(statistics, source_layers).layers
+    for name, lists in (
+        (f"{statistics.heads}, {top_k}", [chosen[:top_k] for chosen in order]),
+        (
+            f"{statistics.heads}, {top_k} per layer on average",
+            spread(statistics, order, top_k * target_layers),
+        ),
+    ):
+        mapper = aligned(statistics, lists, models, batches)
+        yield name, size(statistics, one_list(lists)), mapper
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     known = {**PAIRS, **REAL_PAIRS}
     parser.add_argument("--pair", choices=known, default="smollm2-26-to-30")
     parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--aligned", choices=("all", "matched"), help="k per layer, aligned")
     parser.add_argument("--json", type=Path, help="write the results there too")
     arguments = parser.parse_args()
-    source, target, text, evaluated = read_pair(known[arguments.pair])
-    statistics = calibrate(source, target, text(SEQUENCES))
+    *models, text, evaluated = read_pair(known[arguments.pair])
+    batches = text(SEQUENCES)
+    statistics = calibrate(*models, batches)
+    made = plain_mappers(statistics, arguments.top_k)
+    if arguments.aligned is not None:
+        sums = statistics if arguments.aligned == "all" else statistics.matched()
+        made = aligned_mappers(sums, arguments.top_k, models, batches)
     rows = []
-    print("| layers and heads | numbers | KL | agreement |\n|---|---|---|---|")
-    for name, sums, lists, rank in variants(statistics, arguments.top_k):
-        mapped = evaluate(assemble(sums, lists, rank), source, target, evaluated).settings["mapped"]
-        numbers = size(sums, lists)
-        if rank is not None:
-            layers = statistics.target.num_layers
-            inner = len(lists["keys"][0]) * statistics.source.kv_dim + statistics.target.kv_dim
-            numbers = 2 * layers * rank * inner
-        rows.append(
-            {
-                "name": name,
-                "numbers": numbers,
-                "kl": mapped.kl.value,
-                "agreement": mapped.agreement.value,
-            }
-        )
-        print(f"| {name} | {numbers / 1e6:.2f} M | {mapped.kl.value:.3f} ", end="")
-        print(f"| {mapped.agreement.value:.3f} |", flush=True)
+    exact = " | ".join(f"KL, {tokens} exact" for tokens in EXACT_TOKENS)
+    print(f"| layers and heads | numbers | {exact} | agreement |\n|---|---|---|---|---|---|")
+    for name, numbers, mapper in made:
+        report = evaluate(mapper, *models, evaluated, exact_prefix=0, exact_budgets=EXACT_TOKENS)
+        kl = [point.kl.value for point in report.exact]
+        agreement = report.exact[1].agreement.value
+        rows.append({"name": name, "numbers": numbers, "kl": kl, "agreement": agreement})
+        cells = [f"{numbers / 1e6:.2f} M", *(f"{each:.3f}" for each in (*kl, agreement))]
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     console.say("Done.")

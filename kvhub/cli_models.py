@@ -328,7 +328,7 @@ def bench(
             f"--lengths must be whole numbers with commas between; found {lengths!r}.",
             "For example --lengths 256,1024",
         ) from error
-    timings, estimated = bench_mapper(
+    timings, predictions = bench_mapper(
         mapper,
         tokens,
         repeats,
@@ -341,10 +341,10 @@ def bench(
     console.emit(
         {
             "timings": [timing.to_dict() for timing in timings],
-            "predictions": estimated.to_dict()["predictions"],
+            "predictions": [prediction.to_dict() for prediction in predictions],
         },
         as_json,
-        lambda: tables.show_timings(mapper, timings, estimated, repeats),
+        lambda: tables.show_timings(mapper, timings, predictions, repeats),
     )
 
 

@@ -11,8 +11,8 @@ from kvhub.store import find_local, find_mapper, home, mapper_names
 
 if TYPE_CHECKING:
     from kvhub.comparison import Comparison, Timing
-    from kvhub.estimates import Estimate
     from kvhub.report import Report
+    from kvhub.roofline import Prediction
 
 __all__ = [
     "bench_mapper",
@@ -137,8 +137,11 @@ def bench_mapper(
     target: str | None,
     dtype: str,
     device: str | None,
-) -> "tuple[list[Timing], Estimate]":
-    """Time a mapper against its target's prefill; beside it, what GPUs should take."""
+) -> "tuple[list[Timing], tuple[Prediction, ...]]":
+    """Time a mapper against its target's prefill; beside it, what GPUs should take.
+
+    No predictions for a mapper with networks: the roofline is of the kernels, which refuse it.
+    """
     from kvhub.comparison import time_handoff
     from kvhub.estimates import estimate
 
@@ -148,8 +151,11 @@ def bench_mapper(
             mapper, pair.source, pair.target, lengths, repeats=repeats, progress=progress
         )
     config = mapper.config
+    if config.repair is not None:
+        return timings, ()
     specs, parameters = (config.source, config.target), pair.target.num_parameters()
-    return timings, estimate(*specs, config.heads, config.top_k, parameters, lengths)
+    found = estimate(*specs, config.heads, config.top_k, parameters, lengths)
+    return timings, found.predictions
 
 
 def local_mapper(name: str) -> Path:

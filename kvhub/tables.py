@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvhub.mapper import KVMapper
     from kvhub.recipe import Recipe
     from kvhub.report import Estimate, Report
+    from kvhub.roofline import Prediction
 
 __all__ = [
     "show_check",
@@ -107,10 +108,14 @@ def show_fit(name: str, mapper: "KVMapper") -> None:
 
 
 def show_timings(
-    name: str, timings: "Sequence[Timing]", estimated: "PairEstimate", repeats: int
+    name: str, timings: "Sequence[Timing]", predictions: "Sequence[Prediction]", repeats: int
 ) -> None:
     """The map against prefilling again, and what the arithmetic of a roofline says of a GPU."""
-    predicted = {p.tokens: p for p in estimated.predictions if p.device == H100_SXM.name}
+    predicted = {
+        p.tokens: f"{1e3 * p.map.total:.2f} ms, {1e3 * p.prefill:.2f} ms"
+        for p in predictions
+        if p.device == H100_SXM.name
+    }
     table(
         f"{name}: medians of {repeats}",
         (
@@ -124,8 +129,7 @@ def show_timings(
                 f"{1e3 * t.handoff_seconds:.1f}",
                 f"{1e3 * t.prefill_seconds:.1f}",
                 f"{t.speedup:.1f}x",
-                f"{1e3 * predicted[t.tokens].map.total:.2f} ms, "
-                f"{1e3 * predicted[t.tokens].prefill:.2f} ms",
+                predicted.get(t.tokens, "not predicted with networks"),
             )
             for t in timings
         ],

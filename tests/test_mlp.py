@@ -348,6 +348,22 @@ def test_the_command_writes_a_new_mapper_or_nothing(kvhub_home):
         assert (record["data"], record["sequences"]) == ("stdlib", 20)
 
 
+def test_no_gpu_is_predicted_for_networks_that_the_kernels_refuse(kvhub_home):
+    from kvhub.pairs import read_spec
+    from kvhub.recipe import load_recipe
+
+    recipe = load_recipe("tiny-middle-to-large")
+    specs = (read_spec(recipe.source), read_spec(recipe.target))
+    repaired_mapper(*specs, keys=(0,), values=()).save_pretrained(mapper_path("repaired"))
+    command = ["bench", "repaired", "--lengths", "16", "--repeats", "1"]
+    result = CliRunner().invoke(app, [*command, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [timing["tokens"] for timing in found["timings"]] == [16]
+    assert found["predictions"] == []
+    assert "not predicted" in CliRunner().invoke(app, command).output
+
+
 def test_other_text_is_on_record_for_evaluations():
     from kvhub.repairing import _recorded
 
