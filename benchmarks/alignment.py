@@ -41,9 +41,6 @@ def variants(
     plain = fit(statistics, selection, heads=heads)
     del statistics
     yield "plain", plain
-    weighted = calibrate(*models, batches, weighting="attention")
-    yield "weighted", fit(weighted, selection, heads=heads)
-    del weighted
     for steps in range(1, MOST_STEPS + 1):
         aligned = align(plain, *models, batches, key_steps=steps)
         yield f"keys, {steps} steps", part_way(plain, aligned, 0)
@@ -53,6 +50,8 @@ def variants(
     aligned = align(plain, *models, batches, exact_prefix=0)
     yield f"keys, {STEPS} steps, no token exact", part_way(plain, aligned, 0)
     yield f"keys, {STEPS} steps, values all, no token exact", aligned
+    weighted = calibrate(*models, batches, weighting="attention")
+    yield "weighted", fit(weighted, selection, heads=heads)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvhub.alignment_rows import KEY_EFFECTIVE_SHARE, Layer, Rows, key_rows, map_layer, value_rows
+from kvhub.alignment_rows import Layer, Rows, key_rows, map_layer, value_rows
 from kvhub.alignment_state import AlignmentState
 from kvhub.attention import observe_attention
 from kvhub.calibration import HELD_OUT_EVERY, content_states, reduce_moments, sum_over_ranks
@@ -128,7 +128,6 @@ def align(
         "exact_prefix": exact_prefix,
         "held_out_every": held_out_every,
         "key_steps": key_steps,
-        "key_effective_share": KEY_EFFECTIVE_SHARE,
         "lambdas": list(LAMBDAS),
     }
     state = AlignmentState.start(mapper, how)

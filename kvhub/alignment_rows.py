@@ -7,7 +7,8 @@ averaged over the directions of d:
     w_t = sum_q a_qt^2 |v_t - o_q|^2 |q|^2
 
 (`attention_sensitivity`). This is the diagonal, over tokens, of the problem that `kvhub.key_fit`
-solves, and its features weighted like this make that problem's preconditioner.
+solves, and its features weighted like this make that problem's preconditioner: the first tokens'
+too, which outweigh all others, and without which the descent would take its steps for them alone.
 
 Values. With the mapped keys in place, let a^ be the attention that the target pays then, and E the
 exact tokens. What it reads of the mapped ones should be what is missing to its true output:
@@ -28,15 +29,11 @@ import torch
 from torch import Tensor
 
 from kvhub.attention import attention_sensitivity, attention_weights
-from kvhub.calibration import effective_weights
 from kvhub.compatibility import Heads
 from kvhub.moments import group_features
 from kvhub.rope import Rope, apply_rope
 
-__all__ = ["KEY_EFFECTIVE_SHARE", "Layer", "Rows", "key_rows", "map_layer", "value_rows"]
-
-# Of the tokens that the keys' weights must leave effective, see `effective_weights`.
-KEY_EFFECTIVE_SHARE = 0.1
+__all__ = ["Layer", "Rows", "key_rows", "map_layer", "value_rows"]
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ def key_rows(layer: Layer, source_keys: Tensor, heads: Heads) -> Rows:
         # Each head counts alike.
         total = sensitivity.sum(-1, keepdim=True).clamp(min=1e-30)
         sensitivity = (sensitivity / total).mean(1, keepdim=True)
-    weights = effective_weights(sensitivity, layer.mask, KEY_EFFECTIVE_SHARE)
+    weights = sensitivity.clamp(min=1e-30)  # of a lone token, whose key nothing depends on, too
     used = layer.mask.flatten().nonzero()[:, 0]
     features = group_features(source_keys, heads)[used]
     return Rows(

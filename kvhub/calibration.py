@@ -254,14 +254,12 @@ def _weighted_states(
     return states, weights
 
 
-def effective_weights(
-    sensitivity: Tensor, mask: Tensor, min_share: float = MIN_EFFECTIVE_SHARE
-) -> Tensor:
+def effective_weights(sensitivity: Tensor, mask: Tensor) -> Tensor:
     """Turn sensitivities into weights of mean 1 that leave enough tokens effective.
 
     The first `UNWEIGHTED_TOKENS` tokens get weight 1. The rest is blended with uniform weights,
     u = 1 - m + m w, with the largest m <= 1 for which Kish's effective sample size
-    (sum u)^2 / sum u^2 = n / (1 + m^2 var(w)) stays above `min_share` of the n tokens.
+    (sum u)^2 / sum u^2 = n / (1 + m^2 var(w)) stays above half of the n tokens.
 
     Parameters
     ----------
@@ -269,8 +267,6 @@ def effective_weights(
         `[batch, groups, tokens]`, not negative.
     mask
         `[batch, tokens]`, 0 on padding.
-    min_share
-        Above 0, at most 1.
 
     Returns
     -------
@@ -284,7 +280,7 @@ def effective_weights(
     mean = (sensitivity * weighted).sum(-1, keepdim=True) / count
     relative = sensitivity / mean.clamp(min=1e-30)
     variance = ((relative - 1) ** 2 * weighted).sum(-1, keepdim=True) / count
-    most = ((1 / min_share - 1) / variance.clamp(min=1e-30)).sqrt().clamp(max=1)
+    most = ((1 / MIN_EFFECTIVE_SHARE - 1) / variance.clamp(min=1e-30)).sqrt().clamp(max=1)
     return torch.where(weighted > 0, 1 - most + most * relative, 1.0) * real
 
 

@@ -83,6 +83,24 @@ def test_logits_that_are_all_off_alike_are_not_felt(rope):
     assert bool((feel_errors(layer, errors, rope, 2)[1] > 1e-3 * scale).all())
 
 
+def test_a_token_weighs_what_an_error_in_its_key_alone_does(rope):
+    layer = layer_of(rope, padding=2)
+    expected = torch.zeros(BATCH, HEADS, TOKENS, dtype=torch.float64)
+    for token in range(TOKENS):
+        for dim in range(DIM):
+            one = torch.zeros(BATCH, HEADS, TOKENS, DIM, dtype=torch.float64)
+            one[:, :, token, dim] = 1
+            expected[:, :, token] += feel_errors(layer, one, rope, 2)[1]
+    expected = expected / (layer.scaling * rope.attention_scaling) ** 2
+    used = layer.mask.flatten().bool()
+    matched = key_rows(layer, source_keys(0), "matched").weights
+    torch.testing.assert_close(matched, expected.transpose(1, 2).flatten(0, 1)[used])
+    # Each head of a sequence counts alike where they share their features.
+    shares = (expected / expected.sum(-1, keepdim=True)).mean(1, keepdim=True)
+    all_heads = key_rows(layer, source_keys(0), "all").weights
+    torch.testing.assert_close(all_heads, shares.transpose(1, 2).flatten(0, 1)[used])
+
+
 def descent_of(layers, states, heads, weight, bias):
     features = states[0].shape[0] * DIM * (HEADS if heads == "all" else 1)
     moments = Moments.zeros(len(weight), features, 0)
