@@ -288,8 +288,8 @@ def test_passes_of_few_layers_give_what_one_pass_gives(plain, source, target):
     once = aligned(plain["matched"], source, target)
     for name, tensor in once.tensors().items():
         torch.testing.assert_close(few.tensors()[name], tensor)
-    # 15 batches, read for the keys of each of three layers four times and once for its values.
-    assert passes[-1] == (15 * 3 * 5, 15 * 3 * 5)
+    # 15 batches, read for the keys of each of three layers five times and once for its values.
+    assert passes[-1] == (15 * 3 * 6, 15 * 3 * 6)
 
 
 def test_an_interrupted_alignment_goes_on(plain, source, target, tmp_path):
@@ -297,7 +297,7 @@ def test_an_interrupted_alignment_goes_on(plain, source, target, tmp_path):
     whole = aligned(plain["matched"], source, target, memory_bytes=1)
 
     def stop(done, total):
-        if done == 15 * 12 + 1:  # the keys are done
+        if done == 15 * 15 + 1:  # the keys are done
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
