@@ -8,11 +8,12 @@ One calibration of a pair of `benchmarks/fidelity.py`, and from it
     weighted              the same with each token weighted by what an error in it alone does to
                           the attention output: `kvhub fit --weighting attention --no-align`
     keys, n steps         of the descent of `kvhub.key_fit`, with the plain values
-    values, half and all  of the way to those of `kvhub.value_fit`, with the keys of two steps
+    values, half and all  of the way to those of `kvhub.value_fit`, with the keys of `kvhub fit`
     no token exact        the same fits, which take the first tokens like any others
 
 scored as hand-offs of held-out text with nothing exact, with an exact sink, and with 32 tokens that
-`kvhub.exact` chooses. `kvhub fit` takes two steps, and values as far as held-out text likes them.
+`kvhub.exact` chooses. `kvhub fit` takes `kvhub.key_fit.STEPS` steps, and values as far as held-out
+text likes them.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from kvhub.alignment_choice import part_way
 from kvhub.data import TokenBatch
 from kvhub.key_fit import STEPS
 
-MOST_STEPS = 3
+MOST_STEPS = STEPS + 1
 
 
 def variants(

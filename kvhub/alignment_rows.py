@@ -7,8 +7,8 @@ averaged over the directions of d:
     w_t = sum_q a_qt^2 |v_t - o_q|^2 |q|^2
 
 (`attention_sensitivity`). This is the diagonal, over tokens, of the problem that `kvhub.key_fit`
-solves, and its features weighted like this make that problem's preconditioner: the first tokens'
-too, which outweigh all others, and without which the descent would take its steps for them alone.
+solves, and its features weighted like this make that problem's preconditioner. The first tokens
+have their weights too, however large: without them the first steps gain little on SmolLM2.
 
 Values. With the mapped keys in place, let a^ be the attention that the target pays then, and E the
 exact tokens. What it reads of the mapped ones should be what is missing to its true output:
