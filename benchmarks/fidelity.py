@@ -8,12 +8,14 @@ For each pair one calibration, and from it:
     not aligned      kvhub's, with layers by the held-out probe: all heads, and matched
     all, matched     the same, fitted to the attention output as far as its own held-out sequences
                      like it: what `kvhub fit` makes
+    all, fewer       all heads of so few layers that it is of the size of `matched`, or less
 
 scored on held-out text beside the source alone, with the tokens that the target computes itself:
 none (as published), the sink (a hand-off's default), and a budget of 32. Intervals are 95 % over
-sequences; the gap is of mean NLL, from the source's to the target's. With --real also SmolLM2-135M
-and its pruned copy (examples/smollm2/make_models.py), which takes most of an hour on two cores.
-Pairs that are in the JSON file already are not made again.
+sequences; the gap is of mean NLL, from the source's to the target's, and has no figure where the
+source is not the worse model beyond noise. With --real also SmolLM2-135M and its pruned copy
+(examples/smollm2/make_models.py), which takes about an hour each way on two cores. Methods that are
+in the JSON file already are not made again.
 """
 
 import argparse
@@ -48,34 +50,49 @@ SEQUENCES, LENGTH, EVALUATED = 128, 256, 32
 TOP_K = 8  # or all of a source with fewer layers
 EXACT_TOKENS = (0, 4, 32)
 Text = Callable[..., list[Any]]
-COLUMNS = (  # of the tables; the JSON file has every method with every number of exact tokens
-    ("source alone", None),
-    ("published", 0),
-    ("published", 32),
-    ("all, not aligned", 4),
-    ("all", 0),
-    ("all", 4),
-    ("all", 32),
-    ("matched, not aligned", 4),
-    ("matched", 0),
-    ("matched", 4),
-    ("matched", 32),
-)
+METHODS = {  # which rows of the table a method has; the JSON file has all
+    "source alone": (None,),
+    "published": (0, 4, 32),
+    "all, not aligned": (4,),
+    "all": (0, 4, 32),
+    "matched, not aligned": (4,),
+    "matched": (0, 4, 32),
+    "all, fewer": (0, 4, 32),
+}
+FIGURES = {
+    "kl": "KL, nats",
+    "agreement": "agreement",
+    "gap": "gap recovered",
+    "cosine": "attention-output cosine",
+}
 
 
-def mappers(source: Any, target: Any, batches: list[Any]) -> Iterator[tuple[str, KVMapper]]:
-    """Every way to make a mapper of this pair."""
+def mappers(
+    source: Any, target: Any, batches: list[Any], known: set[str]
+) -> Iterator[tuple[str, KVMapper]]:
+    """Every way to make a mapper of this pair that is not known yet."""
     statistics = calibrate(source, target, batches)
     top_k = min(TOP_K, statistics.source.num_layers)
-    yield "published", fit(statistics, select_layers(statistics, top_k, scored_on="fitted"))
-    for heads, sums in (("all", statistics), ("matched", statistics.matched())):
-        plain = fit(sums, select_layers(sums, top_k), heads=heads)
-        yield f"{heads}, not aligned", plain
+    fewer = max(1, top_k // statistics.source.kv_heads)
+    if "published" not in known:
+        selection = select_layers(statistics, top_k, scored_on="fitted")
+        yield "published", fit(statistics, selection)
+    for name, heads, layers in (
+        ("matched", "matched", top_k),
+        ("all, fewer", "all", fewer),
+        ("all", "all", top_k),
+    ):
+        if name in known:
+            continue
+        sums = statistics if heads == "all" else statistics.matched()
+        plain = fit(sums, select_layers(sums, layers), heads=heads)
+        if f"{name}, not aligned" not in known:
+            yield f"{name}, not aligned", plain
         aligned = align(plain, source, target, batches)
         best, tried = choose_alignment(plain, aligned, source, target, held_out_batches(batches))
         for one in tried:
-            console.say(f"{heads}, values aligned {one.value_share}: held-out KL {one.kl}")
-        yield heads, best.mapper
+            console.say(f"{name}, values aligned {one.value_share}: held-out KL {one.kl}")
+        yield name, best.mapper
 
 
 def read_pair(paths: tuple[Path, Path, str]) -> tuple[Any, Any, Text, list[Any]]:
@@ -92,43 +109,55 @@ def read_pair(paths: tuple[Path, Path, str]) -> tuple[Any, Any, Text, list[Any]]
     return source, target, text, text(EVALUATED, held_out, start)
 
 
-def rows_of(paths: tuple[Path, Path, str]) -> Iterator[dict[str, Any]]:
-    """The figures of one pair, a row per method."""
+def rows_of(paths: tuple[Path, Path, str], known: set[str]) -> Iterator[list[dict[str, Any]]]:
+    """The figures of one pair, of one method after the other."""
     source, target, text, evaluated = read_pair(paths)
-    for name, mapper in mappers(source, target, text(SEQUENCES)):
+    for name, mapper in mappers(source, target, text(SEQUENCES), known):
         report = evaluate(
             mapper, source, target, evaluated, exact_prefix=0, exact_budgets=EXACT_TOKENS
         ).to_dict()
-        alone, target_alone = (
-            report["settings"][part] for part in ("source_alone", "target_alone")
-        )
-        gap = alone["nll"]["value"] - target_alone["nll"]["value"]
         if name == "published":
-            yield {"method": "source alone", **{part: alone[part] for part in ("kl", "agreement")}}
-        for point in report["exact"]:
-            yield {
+            alone = report["settings"]["source_alone"]
+            figures = {part: alone[part] for part in ("kl", "agreement")}
+            yield [{"method": "source alone", **figures}]
+        yield [
+            {
                 "method": name,
                 "parameters": mapper.num_parameters,
                 "exact": point["budget"],
                 "kl": point["kl"],
                 "agreement": point["agreement"],
-                "gap": (alone["nll"]["value"] - point["nll"]["value"]) / gap if gap > 0 else None,
-                "cosine": report["attention_output_cosine"],
+                "gap": point["gap_recovered"],
+                "cosine": report["attention_output_cosine"] if point["budget"] == 0 else None,
             }
+            for point in report["exact"]
+        ]
 
 
-def show(estimate: dict[str, float] | float | None) -> str:
+def show(estimate: dict[str, float] | None) -> str:
     if estimate is None:
         return ""
-    if isinstance(estimate, float):
-        return f"{estimate:.2f}"
     return f"{estimate['value']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"
+
+
+def show_table(found: dict[str, list[dict[str, Any]]]) -> None:
+    """Print a row for each pair, method and number of exact tokens."""
+    print("| pair | method | numbers | exact | " + " | ".join(FIGURES.values()) + " |")
+    print("|---" * (4 + len(FIGURES)) + "|")
+    for pair, rows in found.items():
+        by_method = {(row["method"], row.get("exact")): row for row in rows}
+        for method, budgets in METHODS.items():
+            for exact in budgets:
+                row = by_method[method, exact]
+                numbers = f"{row['parameters'] / 1e6:.2f} M" if "parameters" in row else ""
+                first = f"| `{pair}` | {method} | {numbers} | {'' if exact is None else exact} | "
+                print(first + " | ".join(show(row.get(figure)) for figure in FIGURES) + " |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    known = {**PAIRS, **REAL_PAIRS}
-    parser.add_argument("--pairs", nargs="+", choices=known, help="instead of the embedded ones")
+    pairs = {**PAIRS, **REAL_PAIRS}
+    parser.add_argument("--pairs", nargs="+", choices=pairs, help="instead of the embedded ones")
     parser.add_argument("--real", action="store_true", help="SmolLM2 as well")
     parser.add_argument("--json", type=Path, help="read and write the results there")
     arguments = parser.parse_args()
@@ -136,25 +165,18 @@ def main() -> None:
     if arguments.json is not None and arguments.json.is_file():
         found = json.loads(arguments.json.read_text(encoding="utf-8"))
     for pair in arguments.pairs or [*PAIRS, *(REAL_PAIRS if arguments.real else ())]:
-        if pair not in found:
-            console.say(f"{pair} ...")
-            torch.manual_seed(0)
-            found[pair] = list(rows_of(known[pair]))
+        rows = found.setdefault(pair, [])
+        known = {row["method"] for row in rows}
+        if known >= set(METHODS):
+            continue
+        console.say(f"{pair} ...")
+        torch.manual_seed(0)
+        for more in rows_of(pairs[pair], known):
+            rows += more
             if arguments.json is not None:
                 text = json.dumps(found, indent=1) + "\n"
                 arguments.json.write_text(text, encoding="utf-8")
-    for figure in ("kl", "agreement", "gap", "cosine"):
-        print(f"\n{figure}\n\n| pair | " + " | ".join(map(title, COLUMNS)) + " |")
-        print("|---" * (1 + len(COLUMNS)) + "|")
-        for pair, rows in found.items():
-            by_column = {(row["method"], row.get("exact")): row.get(figure) for row in rows}
-            cells = [show(by_column[column]) for column in COLUMNS]
-            print(f"| {pair} | " + " | ".join(cells) + " |")
-
-
-def title(column: tuple[str, int | None]) -> str:
-    method, exact = column
-    return method if exact is None else f"{method}, {exact} exact"
+    show_table(found)
 
 
 if __name__ == "__main__":

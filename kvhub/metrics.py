@@ -23,6 +23,7 @@ __all__ = [
 SCORES = ("nll", "accuracy", "kl", "agreement")
 # Logits that are copied to float32 at once: 64 MiB.
 MAX_LOGITS = 2**24
+Columns = tuple[int, int]  # of which one is subtracted from the other
 
 
 def score_predictions(logits: Tensor, reference: Tensor, labels: Tensor) -> Tensor:
@@ -127,7 +128,8 @@ def exact_curve(bootstrap: Bootstrap, shares: Mapping[int, float]) -> tuple[Exac
             score: bootstrap.estimate(_per_token(first + SCORES.index(score)))
             for score in ("nll", "kl", "agreement")
         }
-        points.append(ExactPoint(budget, share, **figures))
+        gap = _gap_recovered(bootstrap, first + SCORES.index("nll"))
+        points.append(ExactPoint(budget, share, **figures, gap_recovered=gap))
     return tuple(points)
 
 
@@ -142,45 +144,50 @@ def retention(bootstrap: Bootstrap, notes: list[str]) -> Estimate | None:
 
 def floor_normalized_retention(bootstrap: Bootstrap, notes: list[str]) -> Estimate | None:
     """Return (mapped - floor) / (target - floor) of the accuracies; the floor is no-context."""
-    return _share(
-        bootstrap,
-        notes,
-        "floor_normalized_retention",
-        "the target's accuracy is not above its accuracy without context",
-        ("mapped", "no_context", "target_alone", "no_context"),
-        "accuracy",
+    mapped, floor, target = (
+        _column(setting, "accuracy") for setting in ("mapped", "no_context", "target_alone")
     )
+    share = _share(bootstrap, (mapped, floor), (target, floor))
+    if share is None:
+        reason = "the target's accuracy is not above its accuracy without context"
+        difference = _difference(bootstrap, target, floor)
+        notes.append(_undefined("floor_normalized_retention", reason, difference))
+    return share
 
 
 def gap_recovered(bootstrap: Bootstrap, notes: list[str]) -> Estimate | None:
     """Return (source - mapped) / (source - target) of the NLLs."""
-    return _share(
-        bootstrap,
-        notes,
-        "gap_recovered",
-        "the source's NLL is not above the target's",
-        ("source_alone", "mapped", "source_alone", "target_alone"),
-        "nll",
+    share = _gap_recovered(bootstrap, _column("mapped", "nll"))
+    if share is None:
+        source, target = (_column(setting, "nll") for setting in ("source_alone", "target_alone"))
+        reason = "the source's NLL is not above the target's"
+        notes.append(_undefined("gap_recovered", reason, _difference(bootstrap, source, target)))
+    return share
+
+
+def _gap_recovered(bootstrap: Bootstrap, mapped: int) -> Estimate | None:
+    """The same for any column of NLLs."""
+    source, target = (_column(setting, "nll") for setting in ("source_alone", "target_alone"))
+    return _share(bootstrap, (source, mapped), (source, target))
+
+
+def _share(bootstrap: Bootstrap, part: Columns, whole: Columns) -> Estimate | None:
+    """One difference over another; None where the other is not positive beyond noise."""
+    if _difference(bootstrap, *whole).low <= 0:
+        return None
+    (a, b), (c, d) = part, whole
+    return bootstrap.estimate(
+        lambda sums: positive_ratio(sums[..., a] - sums[..., b], sums[..., c] - sums[..., d])
     )
 
 
-def _share(
-    bootstrap: Bootstrap,
-    notes: list[str],
-    name: str,
-    reason: str,
-    settings: tuple[str, str, str, str],
-    score: str,
-) -> Estimate | None:
-    """Return (a - b) / (c - d) of one score; None where c - d is not positive beyond noise."""
-    a, b, c, d = (_column(setting, score) for setting in settings)
-    whole = bootstrap.estimate(lambda sums: (sums[..., c] - sums[..., d]) / sums[..., 0])
-    if whole.low <= 0:
-        notes.append(
-            f"{name} is not defined: {reason} beyond noise (difference {whole.value:.4g}, 95 % "
-            f"interval {whole.low:.4g} to {whole.high:.4g})."
-        )
-        return None
-    return bootstrap.estimate(
-        lambda sums: positive_ratio(sums[..., a] - sums[..., b], sums[..., c] - sums[..., d])
+def _difference(bootstrap: Bootstrap, above: int, below: int) -> Estimate:
+    """Of two columns, per token."""
+    return bootstrap.estimate(lambda sums: (sums[..., above] - sums[..., below]) / sums[..., 0])
+
+
+def _undefined(name: str, reason: str, difference: Estimate) -> str:
+    return (
+        f"{name} is not defined: {reason} beyond noise (difference {difference.value:.4g}, 95 % "
+        f"interval {difference.low:.4g} to {difference.high:.4g})."
     )

@@ -86,6 +86,8 @@ class ExactPoint:
         What that is of the prefix tokens, 0 to 1.
     nll, kl, agreement
         As in `SettingMetrics`.
+    gap_recovered
+        As in `Report`; None in reports of older versions, too.
     """
 
     budget: int
@@ -93,6 +95,7 @@ class ExactPoint:
     nll: Estimate
     kl: Estimate
     agreement: Estimate
+    gap_recovered: Estimate | None = None
 
 
 @dataclass(frozen=True)
@@ -285,6 +288,8 @@ def _read_setting(data: Any) -> SettingMetrics:
 def _read_exact(data: Any) -> ExactPoint:
     _require_keys(ExactPoint, data)
     figures = {name: _read(Estimate, data[name]) for name in ("nll", "kl", "agreement")}
+    gap = data.get("gap_recovered")
+    figures["gap_recovered"] = None if gap is None else _read(Estimate, gap)
     return ExactPoint(**{**data, **figures})
 
 

@@ -200,12 +200,15 @@ def show_report(name: str, report: "Report") -> None:
     if report.exact:
         table(
             "Mapped, by how many tokens the target computes itself",
-            ("tokens ", "of the prefix ", "NLL, nats ", "KL to target ", "agreement "),
+            ("tokens ", "of the prefix ", "NLL, nats ", "KL to target ", "agreement ", "gap "),
             [
                 (
                     point.budget,
                     f"{100 * point.share:.1f} %",
-                    *(_interval(part) for part in (point.nll, point.kl, point.agreement)),
+                    *(
+                        _interval(part)
+                        for part in (point.nll, point.kl, point.agreement, point.gap_recovered)
+                    ),
                 )
                 for point in report.exact
             ],

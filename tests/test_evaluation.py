@@ -208,6 +208,8 @@ def test_the_exact_curve_runs_from_the_map_alone_to_the_target_itself(pair):
     assert curve[0].nll.value == pytest.approx(bare.nll.value, abs=1e-9)
     assert curve[4].kl.value == pytest.approx(plain.kl.value, abs=1e-9)
     assert curve[4].agreement == plain.agreement
+    # Random models: neither is the better one, so there is no gap to recover.
+    assert [point.gap_recovered for point in report.exact] == [report.gap_recovered] * 4
     assert curve[8].kl.value < curve[4].kl.value
     alone = report.settings["target_alone"]
     assert curve[100].kl.value == pytest.approx(0, abs=1e-9)

@@ -1,3 +1,5 @@
+from dataclasses import astuple
+
 import pytest
 import torch
 
@@ -5,6 +7,7 @@ from kvhub import metrics
 from kvhub.bootstrap import Bootstrap
 from kvhub.metrics import (
     attention_output_cosine,
+    exact_curve,
     floor_normalized_retention,
     gap_recovered,
     retention,
@@ -106,6 +109,24 @@ def test_figures_read_the_right_columns():
     assert gap.value == pytest.approx(0.75)
     assert gap.low < 0.75 < gap.high
     assert notes == []
+
+
+def test_each_budget_of_exact_tokens_has_its_own_gap():
+    sums = table()
+    source, target, mapped = (
+        sums[:, metrics._column(setting, "nll")]
+        for setting in ("source_alone", "target_alone", "mapped")
+    )
+    exact = []
+    for nll in (source, mapped, target):
+        scores = torch.zeros(len(sums), len(metrics.SCORES), dtype=torch.float64)
+        scores[:, metrics.SCORES.index("nll")] = nll
+        exact.append(scores)
+    bootstrap = Bootstrap(torch.cat([sums, *exact], dim=1))
+    none, some, all_of_it = exact_curve(bootstrap, {0: 0.0, 4: 0.5, 8: 1.0})
+    same = gap_recovered(bootstrap, [])
+    for point, expected in ((none, [0, 0, 0]), (some, astuple(same)), (all_of_it, [1, 1, 1])):
+        assert astuple(point.gap_recovered) == pytest.approx(tuple(expected), abs=1e-12)
 
 
 @pytest.mark.parametrize("source_nll", [0.5, 1.0, 1.001])

@@ -67,11 +67,15 @@ def test_the_dict_is_plain_json(report):
 
 def test_the_exact_curve_survives_and_reports_without_one_still_load(report):
     points = tuple(
-        ExactPoint(budget, budget / 192, *(estimate(0.1 / (1 + budget)) for _ in range(3)))
-        for budget in (0, 4, 64)
+        ExactPoint(budget, budget / 192, *(estimate(0.1 / (1 + budget)) for _ in range(3)), gap)
+        for budget, gap in ((0, None), (4, estimate(0.5)), (64, estimate(0.9)))
     )
     longer = replace(report, exact=points)
     assert Report.from_dict(json.loads(json.dumps(longer.to_dict()))) == longer
+    before = longer.to_dict()
+    for point in before["exact"]:
+        del point["gap_recovered"]
+    assert [point.gap_recovered for point in Report.from_dict(before).exact] == [None] * 3
     older = longer.to_dict()
     del older["exact"]
     assert Report.from_dict(older) == report
