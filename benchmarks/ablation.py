@@ -24,7 +24,6 @@ far as held-out text likes it. Takes as many alignments as there are different k
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,6 @@ from torch import Tensor
 
 from kvhub import KVMapper, calibrate, console, evaluate, fit, select_layers
 from kvhub.alignment import align
-from kvhub.alignment_choice import choose_alignment
-from kvhub.fitting import held_out_batches
 from kvhub.moments import KINDS
 from kvhub.ridge import regress
 from kvhub.selection import Selection, head_averaged_r2
@@ -130,7 +127,7 @@ def assemble(statistics: Statistics, lists: Lists, rank: int | None = None) -> K
 
 
 def aligned(statistics: Statistics, lists: list[list[int]], models: Any, batches: Any) -> KVMapper:
-    """What `kvhub fit` would make of these lists, one for keys and values.
+    """These lists, one for keys and values, each aligned as `kvhub fit` aligns its k.
 
     A layer's alignment does not depend on the other layers' maps, so each is taken from a mapper in
     which all have as many source layers as it.
@@ -139,15 +136,12 @@ def aligned(statistics: Statistics, lists: list[list[int]], models: Any, batches
     tensors = {name: tensor.clone() for name, tensor in plain.tensors().items()}
     for count in sorted({len(layers) for layers in lists}):
         same = [list(layers[:count]) for layers in plain.config.selection]
-        found = align(assemble(statistics, one_list(same)), *models, batches)
+        found = align(assemble(statistics, one_list(same)), *models, batches).best.mapper
         for name, tensor in found.tensors().items():
             for layer, layers in enumerate(lists):
                 if len(layers) == count:  # features that are used come first
                     tensors[name][layer][:, : tensor.shape[2]] = tensor[layer]
-    config = replace(plain.config, ridge=found.config.ridge, quality=found.config.quality)
-    whole = KVMapper(config, tensors)
-    best, _ = choose_alignment(plain, whole, *models, held_out_batches(batches))
-    return best.mapper
+    return KVMapper(plain.config, tensors)
 
 
 def size(statistics: Statistics, lists: Lists, rank: int | None = None) -> int:

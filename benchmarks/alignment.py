@@ -12,8 +12,8 @@ One calibration of a pair of `benchmarks/fidelity.py`, and from it
     no token exact        the same fits, which take the first tokens like any others
 
 scored as hand-offs of held-out text with nothing exact, with an exact sink, and with 32 tokens that
-`kvhub.exact` chooses. `kvhub fit` takes `kvhub.key_fit.STEPS` steps, and values as far as held-out
-text likes them.
+`kvhub.exact` chooses. `kvhub fit` takes up to `kvhub.key_fit.STEPS` steps, and values as far as
+held-out text likes them.
 """
 
 import argparse
@@ -25,8 +25,8 @@ import torch
 from fidelity import EXACT_TOKENS, PAIRS, REAL_PAIRS, SEQUENCES, TOP_K, read_pair
 
 from kvhub import KVMapper, calibrate, evaluate, fit, select_layers
-from kvhub.alignment import align
-from kvhub.alignment_choice import part_way
+from kvhub.alignment import part_way
+from kvhub.alignment_passes import align_keys, align_values
 from kvhub.data import TokenBatch
 from kvhub.key_fit import STEPS
 
@@ -42,14 +42,15 @@ def variants(
     plain = fit(statistics, selection, heads=heads)
     del statistics
     yield "plain", plain
-    for steps in range(1, MOST_STEPS + 1):
-        aligned = align(plain, *models, batches, key_steps=steps)
-        yield f"keys, {steps} steps", part_way(plain, aligned, 0)
+    for steps, mapper in enumerate(align_keys(plain, *models, batches, steps=MOST_STEPS), start=1):
+        yield f"keys, {steps} steps", mapper
         if steps == STEPS:
-            yield f"keys, {steps} steps, values half", part_way(plain, aligned, 0.5)
+            aligned = align_values(mapper, *models, batches)
+            yield f"keys, {steps} steps, values half", part_way(mapper, aligned, 0.5)
             yield f"keys, {steps} steps, values all", aligned
-    aligned = align(plain, *models, batches, exact_prefix=0)
-    yield f"keys, {STEPS} steps, no token exact", part_way(plain, aligned, 0)
+    *_, mapper = align_keys(plain, *models, batches, exact_prefix=0)
+    yield f"keys, {STEPS} steps, no token exact", mapper
+    aligned = align_values(mapper, *models, batches, exact_prefix=0)
     yield f"keys, {STEPS} steps, values all, no token exact", aligned
     weighted = calibrate(*models, batches, weighting="attention")
     yield "weighted", fit(weighted, selection, heads=heads)

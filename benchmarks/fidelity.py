@@ -28,9 +28,7 @@ import torch
 
 from kvhub import KVMapper, calibrate, console, evaluate, fit, select_layers
 from kvhub.alignment import align
-from kvhub.alignment_choice import choose_alignment
 from kvhub.data import evaluation_stream, token_batches
-from kvhub.fitting import held_out_batches
 from kvhub.models import load_model, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,15 +48,22 @@ SEQUENCES, LENGTH, EVALUATED = 128, 256, 32
 TOP_K = 8  # or all of a source with fewer layers
 EXACT_TOKENS = (0, 4, 32)
 Text = Callable[..., list[Any]]
-METHODS = {  # which rows of the table a method has; the JSON file has all
-    "source alone": (None,),
-    "published": (0, 4, 32),
-    "all, not aligned": (4,),
-    "all": (0, 4, 32),
-    "matched, not aligned": (4,),
-    "matched": (0, 4, 32),
-    "all, fewer": (0, 4, 32),
-}
+Results = dict[str, list[dict[str, Any]]]  # by pair, a row per method and number of exact tokens
+METHODS = {"source alone", "published", "matched", "all, fewer", "all"}
+SUMMARY = (  # method and number of exact tokens
+    ("source alone", None),
+    ("published", 0),
+    ("published", 32),
+    ("all", 0),
+    ("all", 4),
+    ("all", 32),
+    ("matched", 0),
+    ("matched", 4),
+    ("matched", 32),
+    ("all, fewer", 0),
+    ("all, fewer", 4),
+    ("all, fewer", 32),
+)
 FIGURES = {
     "kl": "KL, nats",
     "agreement": "agreement",
@@ -88,11 +93,11 @@ def mappers(
         plain = fit(sums, select_layers(sums, layers), heads=heads)
         if f"{name}, not aligned" not in known:
             yield f"{name}, not aligned", plain
-        aligned = align(plain, source, target, batches)
-        best, tried = choose_alignment(plain, aligned, source, target, held_out_batches(batches))
-        for one in tried:
-            console.say(f"{name}, values aligned {one.value_share}: held-out KL {one.kl}")
-        yield name, best.mapper
+        found = align(plain, source, target, batches)
+        for one in found.tried:
+            how = f"{one.key_steps} key steps, values {one.value_share}"
+            console.say(f"{name}, {how}: held-out KL {one.kl[0]:.4f}, {one.kl[1]:.4f}")
+        yield name, found.best.mapper
 
 
 def read_pair(paths: tuple[Path, Path, str]) -> tuple[Any, Any, Text, list[Any]]:
@@ -140,18 +145,28 @@ def show(estimate: dict[str, float] | None) -> str:
     return f"{estimate['value']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"
 
 
-def show_table(found: dict[str, list[dict[str, Any]]]) -> None:
-    """Print a row for each pair, method and number of exact tokens."""
-    print("| pair | method | numbers | exact | " + " | ".join(FIGURES.values()) + " |")
-    print("|---" * (4 + len(FIGURES)) + "|")
+def summary(found: Results) -> str:
+    """KL alone, a row for each pair."""
+    heads = [method if exact is None else f"{method}, {exact}" for method, exact in SUMMARY]
+    lines = ["| pair | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
     for pair, rows in found.items():
-        by_method = {(row["method"], row.get("exact")): row for row in rows}
-        for method, budgets in METHODS.items():
-            for exact in budgets:
-                row = by_method[method, exact]
-                numbers = f"{row['parameters'] / 1e6:.2f} M" if "parameters" in row else ""
-                first = f"| `{pair}` | {method} | {numbers} | {'' if exact is None else exact} | "
-                print(first + " | ".join(show(row.get(figure)) for figure in FIGURES) + " |")
+        kl = {(row["method"], row.get("exact")): row["kl"]["value"] for row in rows}
+        cells = [f"{kl[column]:.3f}" for column in SUMMARY]
+        lines.append(f"| `{pair}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def table(found: Results) -> str:
+    """All figures, a row for each pair, method and number of exact tokens."""
+    heads = ("pair", "method", "numbers", "exact", *FIGURES.values())
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for pair, rows in found.items():
+        for row in rows:
+            numbers = f"{row['parameters'] / 1e6:.2f} M" if "parameters" in row else ""
+            figures = [show(row.get(figure)) for figure in FIGURES]
+            cells = (f"`{pair}`", row["method"], numbers, str(row.get("exact", "")), *figures)
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -161,13 +176,13 @@ def main() -> None:
     parser.add_argument("--real", action="store_true", help="SmolLM2 as well")
     parser.add_argument("--json", type=Path, help="read and write the results there")
     arguments = parser.parse_args()
-    found: dict[str, Any] = {}
+    found: Results = {}
     if arguments.json is not None and arguments.json.is_file():
         found = json.loads(arguments.json.read_text(encoding="utf-8"))
     for pair in arguments.pairs or [*PAIRS, *(REAL_PAIRS if arguments.real else ())]:
         rows = found.setdefault(pair, [])
         known = {row["method"] for row in rows}
-        if known >= set(METHODS):
+        if known >= METHODS:
             continue
         console.say(f"{pair} ...")
         torch.manual_seed(0)
@@ -176,7 +191,7 @@ def main() -> None:
             if arguments.json is not None:
                 text = json.dumps(found, indent=1) + "\n"
                 arguments.json.write_text(text, encoding="utf-8")
-    show_table(found)
+    print(summary(found), table(found), sep="\n")
 
 
 if __name__ == "__main__":

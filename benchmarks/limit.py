@@ -103,7 +103,7 @@ def rows_of(paths: Any, sequences: int, epochs: int) -> Iterator[tuple[str, floa
     top_k = min(TOP_K, statistics.source.num_layers)
     plain = fit(statistics, select_layers(statistics, top_k))
     yield "plain fit", kl(plain)
-    aligned = align(plain, source, target, batches)
+    aligned = align(plain, source, target, batches).best.mapper
     yield "aligned", kl(aligned)
     ids = torch.cat([batch.input_ids for batch in text(sequences)])
     yield f"trained on {sequences}", kl(train(aligned, source, target, ids, epochs))

@@ -18,7 +18,7 @@ __all__ = ["AlignmentState"]
 
 @dataclass
 class AlignmentState:
-    """A mapper's tensors, of which the first regressions are done.
+    """Tensors of all target layers, of which the first layers are done.
 
     Attributes
     ----------
@@ -27,22 +27,22 @@ class AlignmentState:
     digest
         Of the mapper that the alignment started from, and of its settings.
     errors
-        For keys and values, per target layer that is done: relative held-out error before, after.
+        Per target layer that is done: relative held-out error before, and after.
     """
 
     tensors: dict[str, Tensor]
     digest: str
-    errors: dict[str, list[list[float]]] = field(default_factory=lambda: {"keys": [], "values": []})
+    errors: list[list[float]] = field(default_factory=list)
 
     @classmethod
-    def start(cls, mapper: KVMapper, settings: dict[str, Any]) -> "AlignmentState":
-        """Nothing done yet."""
-        tensors = {name: tensor.detach().cpu().clone() for name, tensor in mapper.tensors().items()}
-        return cls(tensors, _digest(mapper, settings))
-
-    @classmethod
-    def resume(cls, path: Path, mapper: KVMapper, settings: dict[str, Any]) -> "AlignmentState":
-        """What `save` wrote for this mapper and these settings.
+    def start(
+        cls,
+        mapper: KVMapper,
+        settings: dict[str, Any],
+        tensors: dict[str, Tensor],
+        path: Path | None,
+    ) -> "AlignmentState":
+        """What `save` wrote there for this mapper and these settings, or nothing done yet.
 
         Raises
         ------
@@ -51,8 +51,10 @@ class AlignmentState:
         VerificationError
             It is not a whole file.
         """
-        tensors, header = read_tensor_file(path, "Delete it to start over.")
         digest = _digest(mapper, settings)
+        if path is None or not path.is_file():
+            return cls(tensors, digest)
+        tensors, header = read_tensor_file(path, "Delete it to start over.")
         if header.get("digest") != digest:
             raise ConflictError(
                 f"{path} belongs to the alignment of another mapper, or to one with other settings "

@@ -112,7 +112,7 @@ def fit_mapper(plan: FitPlan, track: Track, say: Callable[[str], None]) -> "KVMa
             f"{mapper.config.ridge['features']} features; ten times as many would be safe."
         )
     save(mapper, path, overwrite=plan.overwrite)
-    for suffix in (".calibration*", ".alignment"):
+    for suffix in (".calibration*", ".alignment.*"):
         for left in work_path(plan.name).parent.glob(f"{plan.name}{suffix}"):
             left.unlink()
     return mapper
@@ -184,31 +184,27 @@ class _Reading:
     def align(self, mapper: "KVMapper", track: Track, say: Callable[[str], None]) -> "KVMapper":
         """The mapper fitted to the attention output, as far as held-out sequences like it."""
         from kvhub.alignment import align
-        from kvhub.alignment_choice import choose_alignment
 
         # Ranks that went on from different passes would wait for each other for ever.
         resumable = self.world_size == 1
         path = work_path(self.plan.name).with_name(f"{self.plan.name}.alignment")
-        models = (self.pair.source, self.pair.target)
-        with track("Align") as progress:
-            aligned = align(
-                mapper,
-                *models,
-                self.batches,
-                checkpoint=path if resumable else None,
-                progress=progress,
-            )
-        held_out = held_out_batches(self.batches)
-        with track("Compare on held-out text") as progress:
-            best, tried = choose_alignment(mapper, aligned, *models, held_out, progress)
-        before, after = (
-            f"KL {one.kl[1]:.4f} ({one.kl[0]:.4f} with no token exact)" for one in (tried[0], best)
+        found = align(
+            mapper,
+            self.pair.source,
+            self.pair.target,
+            self.batches,
+            checkpoint=path if resumable else None,
+            track=track,
         )
-        if best is tried[0]:
+        before, after = (
+            f"KL {one.kl[1]:.4f} ({one.kl[0]:.4f} with no token exact)"
+            for one in (found.tried[0], found.best)
+        )
+        if found.best is found.tried[0]:
             say(f"Aligning did not help on held-out text: {before} as it was. Left out.")
         else:
             say(f"Aligned on held-out text: {before} before, {after} after.")
-        return best.mapper
+        return found.best.mapper
 
     def close(self) -> bool:
         """Leave the ranks; whether this one goes on."""
@@ -217,23 +213,6 @@ class _Reading:
 
             torch.distributed.destroy_process_group()
         return self.rank == 0
-
-
-def held_out_batches(batches: "list[TokenBatch]") -> "list[TokenBatch]":
-    """The sequences that calibration and alignment keep apart."""
-    import torch
-
-    from kvhub.calibration import HELD_OUT_EVERY
-    from kvhub.data import TokenBatch
-
-    found = []
-    for batch in batches:
-        ids = torch.tensor(batch.sequence_ids)
-        rows = (ids % HELD_OUT_EVERY == HELD_OUT_EVERY - 1).nonzero()[:, 0]
-        if len(rows):
-            tokens = (batch.input_ids[rows], batch.attention_mask[rows])
-            found.append(TokenBatch(*tokens, tuple(ids[rows].tolist())))
-    return found
 
 
 def _read_statistics(plan: FitPlan, source: ModelSpec, target: ModelSpec) -> "Statistics":

@@ -176,13 +176,13 @@ class Descent:
         turn = torch.where(before > 0, self.descent / before, 0)
         self.direction = towards + self._spread(turn) * self.direction
 
-    def result(self) -> tuple[Tensor, Tensor, list[float]]:
-        """Weights and bias as given, and the relative held-out error before and after."""
+    def result(self) -> tuple[Tensor, Tensor, float]:
+        """The best weights and bias so far, as given, and their relative held-out error."""
         weight = self.best[:, :-1]
         bias = self.best[:, -1] - torch.einsum("gf,gfo->go", self.mean, weight)
         change, outputs = self.squares_at_start.tolist()
-        after = max(0.0, change + 2 * float(self.best_loss.sum()))
-        return weight, bias, [change / outputs, after / outputs]
+        left = max(0.0, change + 2 * float(self.best_loss.sum()))
+        return weight, bias, left / outputs
 
     def _preconditioned(self) -> Tensor:
         """The preconditioner's inverse times the residual."""

@@ -3,12 +3,10 @@
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 import torch
 
 from kvhub import KVMapper, alignment
-from kvhub.data import TokenBatch
-from kvhub.fitting import FitPlan, fit_mapper, held_out_batches
+from kvhub.fitting import FitPlan, fit_mapper
 
 FAMILY = Path(__file__).parents[1] / "examples" / "tiny_family"
 
@@ -52,14 +50,15 @@ def test_a_fit_is_aligned_and_says_what_that_gave():
 
 
 def test_an_alignment_that_is_farther_on_held_out_text_is_left_out(monkeypatch):
-    original = alignment.align
+    original = alignment.align_keys
 
     def damaged(*arguments, **options):
-        mapper = original(*arguments, **options)
-        tensors = {name: 2 * tensor for name, tensor in mapper.tensors().items()}
-        return KVMapper(mapper.config, tensors)
+        return [
+            KVMapper(mapper.config, {name: 2 * part for name, part in mapper.tensors().items()})
+            for mapper in original(*arguments, **options)
+        ]
 
-    monkeypatch.setattr(alignment, "align", damaged)
+    monkeypatch.setattr(alignment, "align_keys", damaged)
     mapper, said = fitted()
     plain, _ = fitted(align=False, overwrite=True)
     assert "Left out" in said
@@ -77,18 +76,3 @@ def test_given_statistics_are_aligned_only_on_request(tmp_path, monkeypatch):
     assert loads == []
     assert "alignment" not in mapper.config.ridge
     monkeypatch.undo()
-
-
-@pytest.mark.parametrize("rows", [1, 3, 4])
-def test_held_out_batches_are_every_tenth_sequence(rows):
-    batches = [
-        TokenBatch(
-            torch.arange(start, start + rows)[:, None].expand(rows, 5),
-            torch.ones(rows, 5, dtype=torch.long),
-            tuple(range(start, start + rows)),
-        )
-        for start in range(0, 24, rows)
-    ]
-    found = held_out_batches(batches)
-    assert [number for batch in found for number in batch.sequence_ids] == [9, 19]
-    assert [number for batch in found for number in batch.input_ids[:, 0].tolist()] == [9, 19]

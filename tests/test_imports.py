@@ -41,7 +41,8 @@ LAYERS = [
         *("lm_eval_adapter", "lm_eval_tasks", "metrics", "pairs", "pipeline", "plots"),
         *(
             "alignment",
-            "alignment_choice",
+            "alignment_passes",
+            "alignment_reading",
             "alignment_rows",
             "alignment_state",
             "key_fit",

@@ -150,18 +150,21 @@ def test_steps_descend_and_the_best_on_held_out_text_is_taken(rope, heads):
         bias = descent.solution[:, -1] - torch.einsum("gf,gfo->go", descent.mean, weight)
         return losses(weight, bias)
 
-    trail = [current()]
+    trail, left = [current()], []
     for _ in range(12):
         for layer, source in zip(layers, states, strict=True):
             descent.add(layer, source, held_out, heads, rope, 2)
         descent.step()
         trail.append(current())
+        left.append(descent.result()[-1])
         tracked = trail[0][1] + 2 * descent.loss.flatten()
         torch.testing.assert_close(tracked, trail[-1][1])
     fitted, apart = (torch.stack([point[row] for point in trail]) for row in range(2))
     assert torch.equal(trail[0], trail[1])  # the first pass only looks
     assert bool((fitted[2:] < fitted[1:-1]).all())
-    weight, bias, (before, after) = descent.result()
+    weight, bias, after = descent.result()
+    before = left[0]
+    assert left == sorted(left, reverse=True)
     found = losses(weight, bias)[1]
     torch.testing.assert_close(found, apart.amin(0))
     assert bool((found < apart[0]).any())
@@ -186,7 +189,8 @@ def test_a_map_that_is_right_is_found_again(rope, heads):
             descent.step()
         return descent.result()
 
-    _, _, (before, after) = descend(random_map(heads, 51), 60)
+    start = random_map(heads, 51)
+    before, after = (descend(start, steps)[-1] for steps in (0, 60))
     assert after < 1e-3 * before
     for found, true in zip(descend(truth, 2), truth, strict=False):
         torch.testing.assert_close(found, true)
