@@ -255,7 +255,7 @@ def _fit(config: dict[str, Any]) -> str:
     ridge = config["ridge"]
     aligned = ""
     if alignment := ridge.get("alignment"):
-        share = alignment.get("value_share", 1.0)  # set where `kvhub fit` chose it
+        share = alignment.get("value_share", 1.0)  # older mappers may lack it
         values = "as they were" if share == 0 else f"{share:.0%} of the way to the best ones"
         aligned = (
             " Then fitted again to the target's attention output: keys by Gauss-Newton, values "

@@ -128,7 +128,8 @@ def align_keys(
     for step in range(1, steps + 1):
         tensors = {**before, **{name: state.tensors[f"{name}.{step}"] for name in KEYS}}
         errors = [[error[0], error[step]] for error in state.errors]
-        found.append(_aligned(mapper, tensors, {**how, "key_steps": step}, {"keys": errors}))
+        made = {**how, "key_steps": step, "value_share": 0.0}
+        found.append(_aligned(mapper, tensors, made, {"keys": errors}))
     return found
 
 
@@ -171,7 +172,7 @@ def align_values(
         state.errors += _align_values(reading, state.tensors, layers, exact_prefix)
         if checkpoint is not None:
             state.save(checkpoint)
-    return _aligned(mapper, state.tensors, how, {"values": state.errors})
+    return _aligned(mapper, state.tensors, {**how, "value_share": 1.0}, {"values": state.errors})
 
 
 def _require(

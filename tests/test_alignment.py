@@ -58,6 +58,8 @@ def test_every_step_and_share_is_tried_by_an_evaluation(models, text, plain):
     keys = align_keys(plain, *models, text, held_out_every=5)
     for count, (candidate, expected) in enumerate(zip(stepped, keys, strict=True), start=1):
         assert (candidate.key_steps, candidate.value_share) == (count, 0)
+        how = candidate.mapper.config.ridge["alignment"]
+        assert (how["key_steps"], how["value_share"]) == (count, 0)
         for name, tensor in expected.tensors().items():
             assert torch.equal(candidate.mapper.tensors()[name], tensor)
     chosen = min(stepped, key=lambda one: sum(one.kl))
