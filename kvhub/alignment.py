@@ -32,7 +32,15 @@ from kvhub.pairs import Track
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["VALUE_SHARES", "Alignment", "Candidate", "align", "held_out_batches", "part_way"]
+__all__ = [
+    "VALUE_SHARES",
+    "Alignment",
+    "Candidate",
+    "align",
+    "choose",
+    "held_out_batches",
+    "part_way",
+]
 
 VALUE_SHARES = (0.5, 1.0)  # tried beside the values as they were
 

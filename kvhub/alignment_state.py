@@ -27,7 +27,7 @@ class AlignmentState:
     digest
         Of the mapper that the alignment started from, and of its settings.
     errors
-        Per target layer that is done: relative held-out error before, and after.
+        Per target layer that is done: relative held-out error before, and after each step.
     """
 
     tensors: dict[str, Tensor]

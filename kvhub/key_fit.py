@@ -26,7 +26,7 @@ from kvhub.rope import Rope, apply_rope, strip_rope
 
 __all__ = ["STEPS", "Descent", "feel_errors"]
 
-STEPS = 3  # of the descent, each a pass over the text
+STEPS = 3  # of the descent, each a pass over the text; `kvhub.alignment` takes one of these
 PRECONDITIONER_LAMBDA = 1e-3  # relative to the mean of its diagonal
 
 
